@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: test lint slow demo clean
+
+# Compiled programs are kept: a second run of the tests then spends little time compiling.
+test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The demo needs much less than the tests, so it does not wait for their packages.
+demo: $(VENV)/.train
+	$(BIN)/python examples/demo.py
+
+$(VENV)/.dev $(VENV)/.train: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

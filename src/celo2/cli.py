@@ -1,0 +1,220 @@
+"""The `celo2` command: one function per subcommand, its options read from the signature by tyro.
+
+To add a subcommand, add a line to COMMANDS. Whatever it imports, it imports when it runs: `celo2
+--help` must not wait for JAX.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import celo2
+from celo2 import hub, weights
+from celo2.rule import CELO2, CELO2_BASE, FEATURES, Form, Norm, Rule, Vectors, feature_width
+
+PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and gives its exit status: 0, or 2 where the user has to change something.
+
+    CELO2_DEBUG=1, or --debug anywhere, shows the traceback of an error.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or os.environ.get("CELO2_DEBUG", "") not in ("", "0")
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = _dispatch(arguments)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"celo2: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def convert(
+    checkpoint: str,
+    out: str,
+    preset: Literal["celo2", "celo2-base"] = "celo2",
+    form: Form | None = None,
+    norm: Norm | None = None,
+    orthogonalize: bool | None = None,
+    vectors: Vectors | None = None,
+    rms_decay: float | None = None,
+    momentum_decays: tuple[float, ...] | None = None,
+    factored_decays: tuple[float, ...] | None = None,
+) -> None:
+    """Turn a published checkpoint into a rule file.
+
+    A checkpoint records its arrays only: what else it was trained with is said here.
+
+    Args:
+        checkpoint: the authors' file, theta.state.
+        out: the .safetensors file to write.
+        preset: the config to start from; the options below change single fields of it.
+        form: how direction and magnitude make an update.
+        norm: how an update is scaled.
+        orthogonalize: whether matrices go through Newton–Schulz.
+        vectors: who updates tensors with fewer than two axes.
+        rms_decay: decay of the elementwise second moment.
+        momentum_decays: one momentum per decay.
+        factored_decays: one factored second moment per decay.
+    """
+    given = {
+        "form": form,
+        "norm": norm,
+        "orthogonalize": orthogonalize,
+        "vectors": vectors,
+        "rms_decay": rms_decay,
+        "momentum_decays": momentum_decays,
+        "factored_decays": factored_decays,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    rule = weights.convert(checkpoint, dataclasses.replace(PRESETS[preset], **changes))
+    weights.save(rule, out)
+    print(f"{out}: {_count(rule)} parameters, hidden {rule.config.hidden}, preset {preset}")
+
+
+def info(rule: str, json: bool = False) -> None:
+    """Show what a rule is: config, size, digest, origin, and what its first layer listens to.
+
+    Args:
+        rule: a .safetensors file, a shipped name or an hf:// address.
+        json: print one JSON object instead of a table.
+    """
+    facts = _facts(weights.as_rule(rule))
+    print(_as_json(facts) if json else _as_table(facts))
+
+
+def push(
+    rule: str, repo: str, private: bool = False, card: bool = True, file: str = hub.FILE
+) -> None:
+    """Put a rule on the Hugging Face hub.
+
+    Args:
+        rule: a .safetensors file, a shipped name or an hf:// address.
+        repo: where to, user/repo; made if it does not exist.
+        private: make a new repository private.
+        card: write a README.md too, over the one that is there.
+        file: name of the rule's file in the repository.
+    """
+    chosen = weights.as_rule(rule)
+    address = hub.PREFIX + repo + ("" if file == hub.FILE else f"/{file}")
+    hub.parse_address(address)
+    files = {file: weights.to_bytes(chosen)}
+    if card:
+        files["README.md"] = hub.model_card(chosen, address, weights.digest(chosen)).encode()
+    hub.push(repo, files, private=private)
+    print(f'Pushed. Use it with celo2.load("{address}").')
+
+
+class Command(NamedTuple):
+    """A subcommand: a line for the list, and what imports its function."""
+
+    help: str
+    load: Callable[[], Callable[..., Any]]
+
+
+COMMANDS = {
+    "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
+    "info": Command("show what a rule is", lambda: info),
+    "push": Command("put a rule on the Hugging Face hub", lambda: push),
+}
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"celo2 {celo2.__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        raise ValueError(f"{arguments[0]!r} is not a command; there are {', '.join(COMMANDS)}.")
+    try:
+        import tyro
+    except ImportError as error:
+        raise ImportError("the command line needs tyro: pip install celo2[cli]") from error
+    name, *rest = arguments
+    positional = (tyro.conf.PositionalRequiredArgs,)
+    status = tyro.cli(COMMANDS[name].load(), prog=f"celo2 {name}", args=rest, config=positional)
+    return status if isinstance(status, int) else 0
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return "\n".join(
+        (
+            "usage: celo2 [--version] [--debug] COMMAND …",
+            "",
+            *lines,
+            "",
+            "celo2 COMMAND --help shows a command's options.",
+        )
+    )
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    print(f"celo2: warning: {message}", file=sys.stderr)
+
+
+def _as_json(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, indent=2)
+
+
+def _as_table(facts: dict[str, Any]) -> str:
+    lines = []
+    for group, value in facts.items():
+        if not isinstance(value, dict):
+            lines.append(f"{group:<20} {json.dumps(value)}")
+            continue
+        lines.append(f"{group}:" if value else f"{group}: none recorded")
+        # As JSON, which escapes what a stranger's text could do to a terminal.
+        lines += (f"  {json.dumps(name)[1:-1]:<18} {json.dumps(v)}" for name, v in value.items())
+    return "\n".join(lines)
+
+
+def _count(rule: Rule) -> int:
+    return sum(np.size(weight) for weight in rule.weights.values())
+
+
+def _facts(rule: Rule) -> dict[str, Any]:
+    return {
+        "config": dataclasses.asdict(rule.config),
+        "parameters": _count(rule),
+        "bytes": len(weights.to_bytes(rule)),
+        "sha256": weights.digest(rule),
+        "origin": dict(rule.origin),
+        "feature_norms": _feature_norms(rule),
+    }
+
+
+def _feature_norms(rule: Rule) -> dict[str, float]:
+    """How much the first layer weighs each feature: the norm of its rows."""
+    norms, start = {}, 0
+    for feature in FEATURES:
+        end = start + feature_width(rule.config, feature)
+        norms[feature.name] = round(float(np.linalg.norm(rule.weights["w0"][start:end])), 4)
+        start = end
+    return norms
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""One compiled body for all tensors of a shape."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def for_each_shape(function: Callable, jobs: list[tuple[Hashable, Any]]) -> list[Any]:
+    """[function(static, job) for static, job in jobs], compiled once for each kind of job.
+
+    Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
+    program then grows with the number of shapes instead of tensors, and only one tensor's
+    temporaries are alive at a time. A switch picks each job where it lies, so that nothing has
+    to be stacked.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for i, (static, job) in enumerate(jobs):
+        kinds.setdefault((static, *map(_kind, jax.tree.leaves(job))), []).append(i)
+
+    results: list[Any] = [None] * len(jobs)
+    for indices in kinds.values():
+        static = jobs[indices[0]][0]
+        members = [jobs[i][1] for i in indices]
+        if len(members) == 1:
+            results[indices[0]] = function(static, members[0])
+            continue
+        picks = [lambda member=member: member for member in members]
+        _, stacked = lax.scan(
+            lambda _, i, static=static, picks=picks: (None, function(static, lax.switch(i, picks))),
+            None,
+            jnp.arange(len(members)),
+        )
+        for position, i in enumerate(indices):
+            results[i] = jax.tree.map(lambda x, position=position: x[position], stacked)
+    return results
+
+
+def _kind(x: Any) -> Hashable:
+    """What decides whether two arrays can share a loop."""
+    return x.shape, x.dtype, getattr(jax.typeof(x), "sharding", None)

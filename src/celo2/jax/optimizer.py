@@ -1,0 +1,185 @@
+"""The rule as an Optax transformation."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from celo2.jax.grouping import for_each_shape
+from celo2.jax.moments import Axes, Moments, axes_of, init_moments, update_moments
+from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
+from celo2.jax.update import tensor_update
+from celo2.layout import MatrixView
+from celo2.routing import Overrides
+from celo2.rule import Rule
+from celo2.weights import as_rule
+
+
+class Celo2State(NamedTuple):
+    """The rule's memory: trees of the parameters' structure, all float32 but the counts.
+
+    Everything but `momentum` and `rms` is in the shape of the tensor's matrix view, with length 1
+    along the axes it was reduced over.
+    """
+
+    count: Array
+    momentum: tuple[optax.Params, ...]  # one tree per decay, shaped and sharded like the params
+    rms: optax.Params
+    rows: tuple[optax.Params, ...]  # factored second moments; a vector keeps its whole one here
+    cols: tuple[optax.Params, ...]
+    running_rms: optax.Params  # mean RMS of the updates so far, for the rolling norms
+    moves: optax.Params  # steps in which each matrix moved
+    skipped: optax.Params  # steps each matrix sat out because its gradient was not finite
+
+
+def scale_by_celo2(
+    rule: Rule | str | Path = "celo2",
+    *,
+    overrides: Overrides | None = None,
+    published: bool = False,
+    skip_nonfinite: bool | None = None,
+    hold_unused: bool | None = None,
+    momentum_dtype: Any = None,
+    newton_schulz_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The learned rule on every tensor it is given, without learning rate, decay or sign.
+
+    Args:
+        rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
+        overrides: regex on a parameter's path → MatrixView or Muon's dimension numbers.
+        published: follow the authors' code to the letter: the last two axes are the matrix,
+            non-finite gradients go in, tensors without gradients drift.
+        skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
+            finite, and count it in the state's `skipped`. Default: not `published`.
+        hold_unused: keep a matrix still until its first non-zero gradient. Default: not
+            `published`.
+        momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
+            instead of 16.
+        newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from celo2.jax import scale_by_celo2
+        >>> params = {"kernel": jnp.ones((4, 8))}
+        >>> tx = scale_by_celo2()
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> updates["kernel"].shape
+        (4, 8)
+    """
+    rule = as_rule(rule)
+    config = rule.config
+    weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
+    skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
+    hold_unused = not published if hold_unused is None else hold_unused
+
+    def views_of(tree) -> list[MatrixView]:
+        return [route.view for route in leaf_routes(tree, config, overrides, published)]
+
+    def init(params: optax.Params) -> Celo2State:
+        check_leaves(params)
+        views = iter(views_of(params))
+
+        def init_leaf(param: Array) -> Moments:
+            view = next(views)
+            viewed = to_view(param, view)
+            moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
+            return _map_whole(lambda x: from_view(x, view, param.shape), moments)
+
+        return _pack(
+            jnp.zeros([], jnp.int32), jax.tree.map(init_leaf, params), len(config.momentum_decays)
+        )
+
+    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array]:
+        param, grad, moments, moving = job
+        step, running_rms = tensor_update(
+            config, weights, axes, param, grad, moments, newton_schulz_dtype
+        )
+        return jnp.where(moving, step, 0.0), jnp.where(moving, running_rms, moments.running_rms)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "celo2 needs the current parameters: call tx.update(grads, state, params)."
+            )
+        check_same_tree(updates, params)
+        grads, treedef = jax.tree.flatten(updates)
+        views = views_of(params)
+        memory = _unpack(state, params)
+        jobs, news = [], []
+        for grad, param, view, old in zip(
+            grads, jax.tree.leaves(params), views, memory, strict=True
+        ):
+            viewed = to_view(grad.astype(jnp.float32), view)
+            axes = axes_of(view, viewed.shape)
+            old = _map_whole(lambda x, view=view: to_view(x, view), old)
+            clipped, new, moving = update_moments(
+                config, axes, viewed, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
+            )
+            news.append(new)
+            jobs.append((axes, (to_view(param.astype(jnp.float32), view), clipped, new, moving)))
+
+        steps, stored = [], []
+        results = for_each_shape(update_one, jobs)
+        for grad, view, old, new, (step, running_rms) in zip(
+            grads, views, memory, news, results, strict=True
+        ):
+            steps.append(from_view(step, view, grad.shape).astype(grad.dtype))
+            new = _map_whole(lambda x, g=grad, view=view: from_view(x, view, g.shape), new)
+            momentum = tuple(m.astype(old.momentum[0].dtype) for m in new.momentum)
+            stored.append(new._replace(momentum=momentum, running_rms=running_rms))
+        count = optax.safe_increment(state.count)
+        new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
+        return treedef.unflatten(steps), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _map_whole(function, moments: Moments) -> Moments:
+    """The moments with `function` applied to those that are as large as the tensor."""
+    return moments._replace(
+        momentum=tuple(map(function, moments.momentum)), rms=function(moments.rms)
+    )
+
+
+def _pack(count: Array, moments, decays: int) -> Celo2State:
+    """A tree of Moments as a state of trees."""
+
+    def pick(get) -> optax.Params:
+        return jax.tree.map(get, moments, is_leaf=lambda x: isinstance(x, Moments))
+
+    def pick_each(name: str) -> tuple[optax.Params, ...]:
+        return tuple(pick(lambda m, i=i: getattr(m, name)[i]) for i in range(decays))
+
+    return Celo2State(
+        count,
+        pick_each("momentum"),
+        pick(lambda m: m.rms),
+        pick_each("rows"),
+        pick_each("cols"),
+        pick(lambda m: m.running_rms),
+        pick(lambda m: m.moves),
+        pick(lambda m: m.skipped),
+    )
+
+
+def _unpack(state: Celo2State, params: optax.Params) -> list[Moments]:
+    """The state of each leaf, after checking that it belongs to these parameters."""
+    try:
+        check_same_tree(state.rms, params)
+    except ValueError as error:
+        raise ValueError(f"this optimizer state belongs to another model: {error}") from None
+
+    def each(trees: tuple[optax.Params, ...]) -> list[tuple[Array, ...]]:
+        return list(zip(*map(jax.tree.leaves, trees), strict=True))
+
+    single = (state.rms, state.running_rms, state.moves, state.skipped)
+    return [
+        Moments(momentum, rms, rows, cols, *rest)
+        for momentum, rows, cols, (rms, *rest) in zip(
+            each(state.momentum), each(state.rows), each(state.cols), each(single), strict=True
+        )
+    ]

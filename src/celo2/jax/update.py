@@ -1,0 +1,182 @@
+"""From features to an update: the MLP, the update form, Newton–Schulz, the output norm."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from celo2.jax.features import build_features
+from celo2.jax.moments import MATRIX, Axes, Moments, reduce_in_turn
+from celo2.rule import RuleConfig
+
+Weights = Mapping[str, Array]
+
+EPSILON = 1e-9
+MAGNITUDE_SCALE = 0.001
+CLIP_RMS = 1.0
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_EPSILON = 1e-8
+
+
+def tensor_update(
+    config: RuleConfig,
+    weights: Weights,
+    axes: Axes,
+    param: Array,
+    grad: Array,
+    moments: Moments,
+    newton_schulz_dtype: Any = None,
+) -> tuple[Array, Array]:
+    """The update of one viewed tensor and its new `running_rms` (Algorithm 1, steps 4 to 7)."""
+    kernels = normalize_inputs(weights["w0"], build_features(axes, param, grad, moments))
+    # The features are built a second time rather than kept: XLA would store ten planes of them.
+    param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
+    outputs = apply_mlp(weights, kernels, build_features(axes, param, grad, moments))
+    update = FORMS[config.form](*outputs)
+    if config.orthogonalize and axes.matrix:
+        update = newton_schulz(update, dtype=newton_schulz_dtype)
+    return NORMS[config.norm](update, moments)
+
+
+def normalize_inputs(kernel: Array, columns: list[Array]) -> list[Array]:
+    """The first layer with each column's normaliser multiplied in, one kernel for each group.
+
+    Columns of one shape form a group; see `group_by_shape`.
+    """
+    kernels = []
+    for group in group_by_shape(columns):
+        squares = [jnp.mean(jnp.square(columns[i]), -2, keepdims=True) for i in group]
+        mean_squares = jnp.mean(jnp.concatenate(squares, -2), -1, keepdims=True)
+        kernels.append(kernel[np.array(group)] * lax.rsqrt(mean_squares + EPSILON))
+    return kernels
+
+
+def group_by_shape(columns: list[Array]) -> list[list[int]]:
+    """The indices of the columns of each shape, small shapes first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, column in enumerate(columns):
+        groups.setdefault(column.shape, []).append(i)
+    return sorted(groups.values(), key=lambda group: columns[group[0]].size)
+
+
+def apply_mlp(
+    weights: Weights, kernels: list[Array], columns: list[Array]
+) -> tuple[Array, Callable[[], Array]]:
+    """The MLP's direction and, when called, its magnitude.
+
+    Every hidden unit is a plane of its own, so that XLA runs the whole MLP in one loop over the
+    tensor; a column that is constant along rows or columns is weighted before it is spread out.
+    """
+    hidden = list(weights["b0"])
+    for kernel, group in zip(kernels, group_by_shape(columns), strict=True):
+        for unit in range(len(hidden)):
+            terms = [
+                (kernel[..., j : j + 1, unit : unit + 1], columns[i]) for j, i in enumerate(group)
+            ]
+            hidden[unit] = hidden[unit] + _weighted_sum(terms)
+
+    depth = len(weights) // 2
+    for layer in range(1, depth - 1):
+        inputs = [jax.nn.relu(unit) for unit in hidden]
+        hidden = [
+            _neuron(weights, layer, inputs, unit) for unit in range(len(weights[f"b{layer}"]))
+        ]
+    inputs = [jax.nn.relu(unit) for unit in hidden]
+    return _neuron(weights, depth - 1, inputs, 0), lambda: _neuron(weights, depth - 1, inputs, 1)
+
+
+def _neuron(weights: Weights, layer: int, inputs: list[Array], unit: int) -> Array:
+    kernel, bias = weights[f"w{layer}"], weights[f"b{layer}"]
+    return _weighted_sum([(kernel[i, unit], x) for i, x in enumerate(inputs)]) + bias[unit]
+
+
+def _weighted_sum(terms: list[tuple[Array, Array]]) -> Array:
+    total = terms[0][0] * terms[0][1]
+    for weight, value in terms[1:]:
+        total = total + weight * value
+    return total
+
+
+# Each takes the direction and a function that gives the magnitude.
+FORMS: dict[str, Callable[[Array, Callable[[], Array]], Array]] = {
+    "d": lambda d, m: d,
+    "d_exp_m": lambda d, m: d * jnp.exp(MAGNITUDE_SCALE * m()),
+    "d_exp_m_avg": lambda d, m: (
+        d * jnp.exp(MAGNITUDE_SCALE * reduce_in_turn(jnp.mean, m(), MATRIX))
+    ),
+}
+
+
+def newton_schulz(x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None) -> Array:
+    """Pushes the singular values of `x` towards 1, over its last two axes.
+
+    Five steps leave them roughly in [0.7, 1.2]; that is enough (Algorithm 1, step 6).
+    """
+    # Transposed where rows > columns: the Gram matrix is then the smaller one.
+    if x.shape[-2] > x.shape[-1]:
+        return newton_schulz(x.mT, steps, dtype).mT
+    norm = jnp.sqrt(reduce_in_turn(jnp.sum, jnp.square(x), MATRIX))
+    y = (x / (norm + NEWTON_SCHULZ_EPSILON)).astype(dtype or x.dtype)
+    a, b, c = NEWTON_SCHULZ
+    if y.shape[-1] >= 2 * y.shape[-2]:
+        y = _gram_polynomial(y @ y.mT, steps) @ y
+    else:
+        for _ in range(steps):
+            gram = y @ y.mT
+            y = a * y + (b * gram + c * (gram @ gram)) @ y
+    return y.astype(x.dtype)
+
+
+def _gram_polynomial(gram: Array, steps: int) -> Array:
+    """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
+
+    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
+    multiply the small matrices and touch y only once more.
+    """
+    a, b, c = NEWTON_SCHULZ
+    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    total = factor = a * identity + b * gram + c * (gram @ gram)
+    for _ in range(steps - 1):
+        gram = factor @ gram @ factor
+        factor = a * identity + b * gram + c * (gram @ gram)
+        total = factor @ total
+    return total
+
+
+def rms(update: Array) -> Array:
+    """The root mean square of each slice."""
+    return jnp.sqrt(reduce_in_turn(jnp.mean, jnp.square(update), MATRIX) + EPSILON)
+
+
+def _mean_rms(update: Array, moments: Moments) -> Array:
+    """The mean RMS of all updates so far, this one included."""
+    steps = jnp.maximum(moments.moves, 1).astype(jnp.float32)
+    return moments.running_rms + (rms(update) - moments.running_rms) / steps
+
+
+def _rolling_norm(update: Array, moments: Moments) -> tuple[Array, Array]:
+    mean = _mean_rms(update, moments)
+    return update / mean, mean
+
+
+def _rolling_norm_clip(update: Array, moments: Moments) -> tuple[Array, Array]:
+    mean = _mean_rms(update, moments)
+    return update * jnp.minimum(1.0, CLIP_RMS * mean / rms(update)), mean
+
+
+# Each takes the update and the moments, and returns the scaled update and the new
+# `running_rms`, which all but the rolling norms leave as it is.
+NORMS: dict[str, Callable[[Array, Moments], tuple[Array, Array]]] = {
+    "raw": lambda u, moments: (u, moments.running_rms),
+    "norm": lambda u, moments: (u / rms(u), moments.running_rms),
+    "norm_clip": lambda u, moments: (
+        u * jnp.minimum(1.0, CLIP_RMS / rms(u)),
+        moments.running_rms,
+    ),
+    "rolling_norm": _rolling_norm,
+    "rolling_norm_clip": _rolling_norm_clip,
+}

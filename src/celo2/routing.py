@@ -1,0 +1,132 @@
+"""Who updates a tensor, the rule or AdamW, and in which matrix view: from its path and shape."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from celo2.layout import MatrixView, check_view, default_view, published_view
+from celo2.rule import RuleConfig
+
+Updater = Literal["rule", "adam"]
+Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
+
+EMBEDDING = re.compile(r"embed|^(wte|wpe|tok_emb|pos_emb|position(s|al)?(_.*)?|pos_table)$")
+HEAD = re.compile(
+    r"^(un_?embed.*|(.*_)?head|lm_?head|classifier|logits?(_.*)?|readout|vocab_proj(ection)?)$"
+)
+TOP_LEVEL_HEAD = re.compile(r"^(out|output|output_(layer|proj|projection)|fc_out)$")
+VECTOR = re.compile(r"^(b|bias|scale|gain|beta|gamma)$")
+CONVOLUTION = re.compile(r"conv")
+ATTENTION_IN = re.compile(r"^(q|k|v|qkv|kv|query|key|value)(_?(proj|kernel|einsum|w))?$")
+ATTENTION_OUT = re.compile(r"^(o|out|output|attn_vec)(_?(proj|kernel|einsum|w))?$")
+WRAPPERS = {"params", "model", "module", "_orig_mod", "value", "raw_value"}
+
+
+class Route(NamedTuple):
+    """One tensor's way: who updates it, why, and how it is seen as a matrix."""
+
+    updater: Updater
+    reason: str
+    view: MatrixView
+
+
+def route(
+    path: str,
+    shape: tuple[int, ...],
+    config: RuleConfig,
+    overrides: Overrides | None = None,
+    published: bool = False,
+) -> Route:
+    """The route of the tensor at `path`, such as "block_0/attention/query/kernel".
+
+    Celo2 leaves vectors, embeddings, position tables and output heads to AdamW; a rule with
+    `vectors="rule"` takes every tensor of more than one element.
+    """
+    view = published_view(len(shape)) if published else named_view(path, len(shape))
+    updater, reason = _default_updater(path, shape, view, config, published)
+    for pattern, wish in (overrides or {}).items():
+        if re.search(pattern, path):
+            if wish in ("rule", "adam"):
+                return Route(wish, f"override {pattern!r}", view)
+            return Route("rule", f"override {pattern!r}", as_view(wish, len(shape), path))
+    return Route(updater, reason, view)
+
+
+def named_view(path: str, ndim: int) -> MatrixView:
+    """The matrix view of a JAX kernel, from its rank and from what its path says it is."""
+    names = path_names(path)
+    if names and VECTOR.match(names[-1]) and ndim == 2:
+        return MatrixView((0,), (), (1,))  # one vector for each of a stack of layers
+    batch = (0,) if ndim == 4 else ()
+    if ndim in (3, 4) and not any(CONVOLUTION.search(name) for name in names):
+        first, second, third = range(len(batch), ndim)
+        if any(ATTENTION_IN.match(name) for name in names):
+            return MatrixView(batch, (first,), (second, third))
+        if _has_attention_output(names):
+            return MatrixView(batch, (first, second), (third,))
+    if ndim == 3 and any(CONVOLUTION.search(name) for name in names):
+        return MatrixView((), (0, 1), (2,))
+    return default_view(ndim)
+
+
+def path_names(path: str) -> list[str]:
+    """The meaningful parts of a path, in lower case: no wrappers, no list indices."""
+    names = re.split(r"[/.]", path.lower())
+    return [name for name in names if name and not name.isdigit() and name not in WRAPPERS]
+
+
+def as_view(wish: Any, ndim: int, path: str) -> MatrixView:
+    """A MatrixView from one, or from `optax.contrib.MuonDimensionNumbers`."""
+    if hasattr(wish, "reduction_axis") and hasattr(wish, "output_axis"):
+        rows, columns = (
+            tuple(axis % ndim for axis in ((axes,) if isinstance(axes, int) else axes))
+            for axes in (wish.reduction_axis, wish.output_axis)
+        )
+        batch = tuple(axis for axis in range(ndim) if axis not in (*rows, *columns))
+        wish = MatrixView(batch, rows, columns)
+    if not isinstance(wish, MatrixView):
+        raise ValueError(
+            f'{wish!r} for {path} is not "rule", "adam", a MatrixView or MuonDimensionNumbers.'
+        )
+    check_view(wish, ndim)
+    return wish
+
+
+def check_overrides(overrides: Overrides | None, paths: list[str]) -> None:
+    """Raises a ValueError for a pattern that is no regex or matches none of the paths."""
+    for pattern in overrides or {}:
+        try:
+            matched = any(re.search(pattern, path) for path in paths)
+        except re.error as error:
+            raise ValueError(
+                f"override {pattern!r} is not a regular expression: {error}."
+            ) from None
+        if not matched:
+            some = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
+            raise ValueError(f"override {pattern!r} matches no parameter; the paths are {some}")
+
+
+def _default_updater(
+    path: str, shape: tuple[int, ...], view: MatrixView, config: RuleConfig, published: bool
+) -> tuple[Updater, str]:
+    size = math.prod(shape)
+    if size == 0:
+        return "adam", "empty"
+    if size == 1 and not (published and config.vectors == "rule"):
+        return "adam", "single element"
+    if config.vectors == "rule":
+        return "rule", "vector" if view.is_vector else "matrix"
+    if view.is_vector:
+        return "adam", "vector"
+    names = path_names(path)
+    if any(EMBEDDING.search(name) for name in names) and not any(map(HEAD.match, names)):
+        return "adam", "embedding"
+    if any(map(HEAD.match, names)) or (names and TOP_LEVEL_HEAD.match(names[0])):
+        return "adam", "output head"
+    return "rule", "matrix"
+
+
+def _has_attention_output(names: list[str]) -> bool:
+    within = any("att" in name for name in names)
+    return within and any(ATTENTION_OUT.match(name) for name in names)

@@ -1,0 +1,177 @@
+"""A rule: a small frozen config plus a handful of named arrays."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+Form = Literal["d", "d_exp_m", "d_exp_m_avg"]
+Norm = Literal["raw", "norm", "norm_clip", "rolling_norm", "rolling_norm_clip"]
+Vectors = Literal["adam", "rule"]
+
+
+class Feature(NamedTuple):
+    """One group of input columns; `per_decay` groups have a column for each decay."""
+
+    name: str
+    per_decay: bool
+    matrices_only: bool
+
+
+# The order of the first layer's rows, as in the published checkpoints.
+FEATURES = (
+    Feature("gradient", False, False),
+    Feature("clipped_gradient", False, False),
+    Feature("parameter", False, False),
+    Feature("momentum", True, False),
+    Feature("rms", False, False),
+    Feature("momentum_over_rms", True, False),
+    Feature("inverse_rms", False, False),
+    Feature("factored_gradient", True, False),
+    Feature("gradient_over_rms", False, False),
+    Feature("row", True, True),
+    Feature("column", True, True),
+    Feature("inverse_row", True, True),
+    Feature("inverse_column", True, True),
+    Feature("factored_momentum", True, True),
+)
+
+OUTPUTS = 3  # direction, magnitude, and one channel the paper's rule leaves unused
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """What a rule computes; everything else about it is in its weights.
+
+    Args:
+        hidden: widths of the MLP's hidden layers.
+        momentum_decays: one momentum per decay.
+        rms_decay: decay of the elementwise second moment.
+        factored_decays: one factored second moment per decay.
+        form: how direction and magnitude make an update.
+        norm: how an update is scaled.
+        orthogonalize: whether matrices go through Newton–Schulz.
+        vectors: who updates tensors with fewer than two axes.
+    """
+
+    hidden: tuple[int, ...] = (8, 8)
+    momentum_decays: tuple[float, ...] = (0.9, 0.99, 0.999)
+    rms_decay: float = 0.95
+    factored_decays: tuple[float, ...] = (0.9, 0.99, 0.999)
+    form: Form = "d"
+    norm: Norm = "norm"
+    orthogonalize: bool = True
+    vectors: Vectors = "adam"
+
+    def __post_init__(self):
+        for name, choices in (("form", Form), ("norm", Norm), ("vectors", Vectors)):
+            value = getattr(self, name)
+            if value not in get_args(choices):
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(choices))}.")
+        for name in ("hidden", "momentum_decays", "factored_decays"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, (tuple, list)) or not values:
+                raise ValueError(f"{name}={values!r} must be a non-empty tuple.")
+            object.__setattr__(self, name, tuple(values))
+        if not all(_is_int(width) and 1 <= width <= 4096 for width in self.hidden):
+            raise ValueError(f"hidden={self.hidden!r} must hold integers from 1 to 4096.")
+        if len(self.momentum_decays) != len(self.factored_decays):
+            raise ValueError(
+                f"momentum_decays has {len(self.momentum_decays)} entries and factored_decays "
+                f"{len(self.factored_decays)}: each momentum is normalised by its own factored "
+                "moment, so give as many of one as of the other."
+            )
+        for decay in (*self.momentum_decays, self.rms_decay, *self.factored_decays):
+            if not _is_real(decay) or not 0.0 <= decay < 1.0:
+                raise ValueError(f"decay {decay!r} must be a number in [0, 1).")
+        if not isinstance(self.orthogonalize, bool):
+            raise ValueError(f"orthogonalize={self.orthogonalize!r} must be True or False.")
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A learned update rule: its config, its MLP's arrays (w0 b0 w1 b1 …) and where it comes from.
+
+    The arrays may be numpy arrays or, inside meta-training, traced JAX arrays.
+    """
+
+    config: RuleConfig
+    weights: Mapping[str, Any]
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        check_shapes(self.config, {name: np.shape(w) for name, w in self.weights.items()})
+
+
+def feature_width(config: RuleConfig, feature: Feature) -> int:
+    """How many columns a feature has."""
+    return len(config.momentum_decays) if feature.per_decay else 1
+
+
+def feature_count(config: RuleConfig, *, vector: bool = False) -> int:
+    """How many columns a matrix has (30 by default), or a vector (15)."""
+    return sum(
+        feature_width(config, feature)
+        for feature in FEATURES
+        if not (vector and feature.matrices_only)
+    )
+
+
+def weight_shapes(config: RuleConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every array of a rule with this config."""
+    widths = (feature_count(config), *config.hidden, OUTPUTS)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        shapes[f"w{i}"] = (fan_in, fan_out)
+        shapes[f"b{i}"] = (fan_out,)
+    return shapes
+
+
+def check_shapes(config: RuleConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises a ValueError that says how `shapes` differs from what `config` needs."""
+    expected = weight_shapes(config)
+    missing = sorted(expected.keys() - shapes.keys())
+    unknown = sorted(shapes.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"A rule with hidden={config.hidden} has arrays {', '.join(expected)}; "
+            f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}."
+        )
+    for name, shape in expected.items():
+        if tuple(shapes[name]) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(shapes[name])} but this config needs {shape}; "
+                "was the file made with other decays or hidden widths?"
+            )
+
+
+def initial_weights(config: RuleConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Fresh MLP weights: normal cut at two standard deviations of 1/√fan_in, zero biases."""
+    return {
+        name: _truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
+        if len(shape) == 2
+        else np.zeros(shape, np.float32)
+        for name, shape in weight_shapes(config).items()
+    }
+
+
+def _truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    draw = rng.standard_normal(shape)
+    while (outside := np.abs(draw) > 2).any():
+        draw[outside] = rng.standard_normal(int(outside.sum()))
+    return draw.astype(np.float32)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+CELO2 = RuleConfig()
+CELO2_BASE = RuleConfig(orthogonalize=False, vectors="rule")

@@ -1,0 +1,78 @@
+"""A decoder-only language model, and the task of training it on a corpus."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from celo2.tasks.layers import cross_entropy, rms_norm
+from celo2.tasks.task import Task
+from celo2.tasks.text import Corpus, windows
+from celo2.tasks.transformer import apply_blocks, check_heads, init_blocks
+
+GPT2_VOCAB = 50_304  # the 50,257 tokens of GPT-2, rounded up to a multiple of 128
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A size of the language model; the paper's letters are D, L, H, T."""
+
+    width: int
+    layers: int
+    head_width: int
+    length: int
+    vocab: int = 256
+
+    def __post_init__(self):
+        check_heads(self.width, self.head_width)
+
+
+CONFIGS = {
+    "tiny": LMConfig(64, 2, 32, 64),
+    "0.3m": LMConfig(64, 6, 32, 128),
+    "1m": LMConfig(128, 5, 64, 128),
+    "3m": LMConfig(192, 6, 64, 256),
+    # The paper's three.
+    "lm30m": LMConfig(384, 6, 128, 512, GPT2_VOCAB),
+    "gpt2": LMConfig(768, 12, 128, 1024, GPT2_VOCAB),
+    "gpt3xl": LMConfig(2048, 24, 128, 2048, GPT2_VOCAB),
+}
+
+
+def init(key: Array, config: LMConfig) -> dict:
+    """`embed`, `blocks` and an untied `lm_head`; both tables normal with σ = 1/√D."""
+    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    shape, scale = (config.vocab, config.width), 1 / math.sqrt(config.width)
+    return {
+        "embed": {"table": jax.random.normal(embed_key, shape) * scale},
+        "blocks": init_blocks(blocks_key, config.width, config.layers),
+        "lm_head": {"kernel": jax.random.normal(head_key, shape[::-1]) * scale},
+    }
+
+
+def logits(params: dict, config: LMConfig, tokens: Array) -> Array:
+    """[B, T, vocab]: at each place, the next token's logits."""
+    x = params["embed"]["table"][tokens]  # [B, T, D]
+    x = apply_blocks(params["blocks"], x, config.head_width, causal=True)
+    return rms_norm(x) @ params["lm_head"]["kernel"]
+
+
+def language_model(corpus: Corpus, config: LMConfig, batch: int) -> Task:
+    """Next-token prediction on random windows of the corpus; the loss is in nats per token.
+
+    A byte corpus needs fewer tokens than the config may have: the vocabulary is the corpus's.
+    """
+    config = dataclasses.replace(config, vocab=corpus.vocab)
+
+    def sample(data, key, split):
+        return windows(data[split], key, batch, config.length + 1)
+
+    def loss(params, tokens):
+        value = cross_entropy(logits(params, config, tokens[:, :-1]), tokens[:, 1:])
+        return value, {"loss": value}
+
+    data = {"train": jnp.asarray(corpus.train), "valid": jnp.asarray(corpus.valid)}
+    return Task(lambda key: init(key, config), sample, loss, data)

@@ -1,0 +1,88 @@
+"""What it means to be trained: a Task is a problem, a Trainer is a problem with its optimizer."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Split = Literal["train", "valid"]
+
+
+class Task(NamedTuple):
+    """A supervised problem as pure functions, and the arrays it draws its batches from.
+
+    `data` is an argument of `sample` and not hidden inside it: a compiled function that closes
+    over an array carries a copy of it as a constant. Pass `task.data` through every `jit`.
+    """
+
+    init: Callable[[jax.Array], Any]  # key -> params
+    sample: Callable[[Any, jax.Array, Split], Any]  # data, key, split -> batch
+    loss: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]  # params, batch -> …
+    data: Any = None
+
+
+class Trainer(NamedTuple):
+    """Anything that trains, supervised or not; `step` and `evaluate` are already compiled."""
+
+    init: Callable[[jax.Array], Any]  # key -> state
+    step: Callable[[Any, jax.Array], tuple[Any, dict[str, jax.Array]]]  # state, key -> …
+    evaluate: Callable[[Any, jax.Array], dict[str, jax.Array]]  # state, key -> metrics
+
+
+class TaskSpec(NamedTuple):
+    """A task's entry in the table: how to make it, and how long a small run of it is.
+
+    `make` takes the keywords `batch` and `data` (a folder), and for language models `text`.
+    `metric` names the validation metric by which runs are compared; lower is better.
+    """
+
+    make: Callable[..., Task]
+    steps: int
+    batch: int
+    metric: str = "loss"
+    updates_per_step: int = 1
+
+
+class TrainState(NamedTuple):
+    """The parameters and the optimizer's state."""
+
+    params: Any
+    optimizer: Any
+
+
+def supervised(
+    task: Task, tx: optax.GradientTransformation, evaluation_batches: int = 16
+) -> Trainer:
+    """The trainer that descends `task.loss` with `tx`, a fresh training batch at each step.
+
+    A step's metrics are those of its batch before the update. `evaluate` averages over
+    `evaluation_batches` validation batches: the same key draws the same ones.
+
+    >>> from celo2.tasks import TASKS
+    >>> trainer = supervised(TASKS["digits-mlp"].make(), optax.adam(1e-3))
+    >>> state, metrics = trainer.step(trainer.init(jax.random.key(0)), jax.random.key(1))
+    >>> sorted(metrics)
+    ['accuracy', 'loss']
+    """
+
+    def init(key):
+        params = jax.jit(task.init)(key)  # op by op it would take seconds
+        return TrainState(params, tx.init(params))
+
+    def step(data, state, key):
+        batch = task.sample(data, key, "train")
+        grads, metrics = jax.grad(task.loss, has_aux=True)(state.params, batch)
+        updates, optimizer = tx.update(grads, state.optimizer, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
+
+    def evaluate(data, state, key):
+        def metrics_of(key):
+            return task.loss(state.params, task.sample(data, key, "valid"))[1]
+
+        rows = jax.lax.map(metrics_of, jax.random.split(key, evaluation_batches))
+        return jax.tree.map(jnp.mean, rows)
+
+    return Trainer(init, partial(jax.jit(step), task.data), partial(jax.jit(evaluate), task.data))

@@ -1,0 +1,142 @@
+"""Text as tokens: bytes of an embedded or given text, or token files on disk."""
+
+import lzma
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from celo2.tasks.folder import ENVIRONMENT, checksum, data_folder
+
+EMBEDDED = "python-docs"
+NAMES = ("tinyshakespeare", "wikipedia_en")
+BYTES = 256
+VALID_FRACTION = 0.1
+
+
+class Corpus(NamedTuple):
+    """A text as two runs of tokens: uint8 for bytes, uint16 for token files."""
+
+    name: str
+    source: str  # the files it was read from, or the module that embeds it
+    train: np.ndarray
+    valid: np.ndarray
+    vocab: int
+
+    def checksum(self) -> str:
+        """The SHA-256 of the tokens' bytes, train then valid."""
+        return checksum((self.train, self.valid))
+
+
+def load(
+    text: str | os.PathLike | Sequence[str | os.PathLike] = EMBEDDED,
+    data: str | os.PathLike | None = None,
+) -> Corpus:
+    """The corpus called `text`, as bytes.
+
+    Args:
+        text: "python-docs" (the standard library's help topics, needs no file), tinyshakespeare
+            or wikipedia_en of the data folder, or one or more text files (.xz too), which are
+            joined and whose last tenth is for validation.
+        data: the folder; by default CELO2_DATA, else the cache folder.
+
+    >>> load("python-docs").vocab
+    256
+    """
+    if isinstance(text, str) and text == EMBEDDED:
+        return _cut(EMBEDDED, "pydoc_data.topics", _python_docs())
+    if isinstance(text, str) and text in NAMES:
+        return _from_folder(text, data_folder(data))
+    paths = [Path(p) for p in ([text] if isinstance(text, (str, os.PathLike)) else text)]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} is neither a file nor one of {', '.join((EMBEDDED, *NAMES))}."
+            )
+    source = ", ".join(map(str, paths))
+    return _cut(source, source, np.concatenate([_read(path) for path in paths]))
+
+
+def load_tokens(
+    train: str | os.PathLike,
+    valid: str | os.PathLike,
+    vocab: int,
+    dtype: np.typing.DTypeLike = np.uint16,
+) -> Corpus:
+    """The corpus in two raw token files, memory-mapped: nothing is read before it is used."""
+    dtype = np.dtype(dtype)
+    for path in map(Path, (train, valid)):
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no token file {str(path)!r}.")
+        if path.stat().st_size == 0 or path.stat().st_size % dtype.itemsize:
+            raise ValueError(
+                f"{str(path)!r} has {path.stat().st_size} bytes, not a positive multiple of the "
+                f"{dtype.itemsize} of a {dtype} token."
+            )
+    train_map, valid_map = (np.memmap(path, dtype, mode="r") for path in (train, valid))
+    return Corpus(Path(train).stem, f"{train}, {valid}", train_map, valid_map, vocab)
+
+
+def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
+    """int32 [batch, length]: runs of tokens from random places of a device array."""
+    _check_length(tokens, length)
+    starts = jax.random.randint(key, (batch,), 0, len(tokens) - length + 1)
+    cut = jax.vmap(lambda start: jax.lax.dynamic_slice(tokens, (start,), (length,)))
+    return cut(starts).astype(jnp.int32)
+
+
+def host_windows(
+    tokens: np.ndarray, rng: np.random.Generator, batch: int, length: int
+) -> np.ndarray:
+    """The same from a memory map too large for the device, reading only what it returns."""
+    _check_length(tokens, length)
+    starts = rng.integers(0, len(tokens) - length + 1, batch)
+    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
+
+
+def _check_length(tokens, length: int) -> None:
+    if len(tokens) < length:
+        raise ValueError(
+            f"The text has {len(tokens)} tokens, fewer than one window of {length}: give a longer "
+            "text, or a model with a shorter context."
+        )
+
+
+def _python_docs() -> np.ndarray:
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _from_folder(name: str, folder: Path) -> Corpus:
+    paths = [folder / f"{name}_{split}.txt.xz" for split in ("train", "val")]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{name} needs the file {path.name}, which is not in {folder}. Point {ENVIRONMENT} "
+                f"to a folder that holds it, or name a text file of your own, or use the embedded "
+                f"text {EMBEDDED!r}."
+            )
+    train, valid = map(_read, paths)
+    return Corpus(name, ", ".join(map(str, paths)), train, valid, BYTES)
+
+
+def _read(path: Path) -> np.ndarray:
+    raw = path.read_bytes()
+    if path.suffix != ".xz":
+        return np.frombuffer(raw, np.uint8)
+    try:
+        return np.frombuffer(lzma.decompress(raw), np.uint8)
+    except lzma.LZMAError as error:
+        raise ValueError(f"{str(path)!r} is not a whole .xz file: {error}.") from error
+
+
+def _cut(name: str, source: str, tokens: np.ndarray) -> Corpus:
+    cut = len(tokens) - int(VALID_FRACTION * len(tokens))
+    return Corpus(name, source, tokens[:cut], tokens[cut:], BYTES)

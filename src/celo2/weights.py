@@ -1,0 +1,414 @@
+"""Rules as files: one .safetensors file holds config, arrays and origin, and asks nothing else.
+
+Files come from strangers, so whatever is wrong with one ends in a ValueError that says what.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from celo2 import hub
+from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes
+
+FORMAT = 1  # raised when older versions of celo2 could no longer read a file
+SHIPPED = ("celo2", "celo2-base")
+MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
+MAX_HEADER = 2**20
+
+# What a file that is no rule starts with, and what to tell its owner.
+STRANGERS = {
+    b"PK\x03\x04": "it is a zip archive (torch or npz?)",
+    b"\x93NUMPY": "it is a numpy array",
+    b"\x80": "it looks like a pickle, which celo2 never opens",
+    b"\x81": "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors",
+}
+
+
+def load(path: str | os.PathLike[str]) -> Rule:
+    """The rule in a file, or at an address on the Hugging Face hub.
+
+    Args:
+        path: a `.safetensors` file, or `hf://user/repo`, optionally with `@revision` and with
+            `/folder/file.safetensors` (default `rule.safetensors`).
+
+    Its arrays are float32 and read-only.
+
+    >>> rule = celo2.load("rule.safetensors")  # doctest: +SKIP
+    >>> rule.config.hidden  # doctest: +SKIP
+    (8, 8)
+    """
+    source = os.fspath(path)
+    if hub.is_address(source):
+        return from_bytes(_read(hub.download(source)), source)
+    return from_bytes(_read(Path(source)), source)
+
+
+def save(rule: Rule, path: str | os.PathLike[str]) -> None:
+    """Writes a rule to a file, whole or not at all.
+
+    Args:
+        rule: its arrays may be of any floating type, JAX's included, and are stored as float32.
+        path: where to; a file already there is replaced.
+
+    Tuples in the origin come back as lists; all else in it comes back as it was.
+
+    >>> celo2.save(rule, "rule.safetensors")  # doctest: +SKIP
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is not a folder: make it before saving {target}.")
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: name a file in it, such as rule.safetensors.")
+    data = to_bytes(rule)
+    temporary = target.with_name(f".celo2-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def pretrained(name: str = "celo2") -> Rule:
+    """A rule shipped with celo2: `celo2` or `celo2-base`. Needs no network.
+
+    >>> celo2.pretrained("celo2").config.hidden  # doctest: +SKIP
+    (8, 8)
+    """
+    if name not in SHIPPED:
+        raise ValueError(f"{name!r} is not a shipped rule; there are {', '.join(SHIPPED)}.")
+    rule = _shipped(name)
+    if rule.origin.get("trained") == "no":
+        warnings.warn(
+            f"The shipped rule {name!r} is an untrained placeholder: it will not optimize well. "
+            "Use a rule of your own, or turn a published checkpoint into one with `celo2 convert`.",
+            stacklevel=2,
+        )
+    return rule
+
+
+def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
+    """The rule that an optimizer's argument means: itself, a shipped name, a file or an address."""
+    if isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, str) and rule in SHIPPED:
+        return pretrained(rule)
+    if isinstance(rule, (str, os.PathLike)):
+        return load(rule)
+    raise TypeError(
+        f"rule={rule!r} is a {type(rule).__name__}; give a Rule, a shipped name "
+        f"({', '.join(SHIPPED)}), a .safetensors file or an hf:// address."
+    )
+
+
+def to_bytes(rule: Rule) -> bytes:
+    """The file that holds `rule`; equal rules make equal files."""
+    texts, arrays = _texts(rule), _float32(rule.weights)
+    stamp = _digest(texts, arrays)
+    header: dict[str, Any] = {"__metadata__": {"celo2": str(FORMAT), **texts, "sha256": stamp}}
+    offset = 0
+    for name, array in arrays.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [offset, end]}
+        offset = end
+    # By hand, since the library writes metadata in a random order and files could not be compared.
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    data = b"".join(
+        (len(head).to_bytes(8, "little"), head, *(a.tobytes() for a in arrays.values()))
+    )
+    from_bytes(data, "the rule to save")  # so that what was saved can be loaded
+    return data
+
+
+def from_bytes(data: bytes, source: str) -> Rule:
+    """The rule in a file's bytes; `source` names the file in errors."""
+    try:
+        return _parse(data)
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{source} is not a usable rule: {_plain(error)}") from error
+
+
+def digest(rule: Rule) -> str:
+    """The SHA-256 that a rule's file carries, over its config, origin and arrays."""
+    return _digest(_texts(rule), _float32(rule.weights))
+
+
+def _plain(error: Exception) -> str:
+    # A stranger's text may be long, or hold codes that a terminal obeys.
+    text = "".join(c if c.isprintable() else "?" for c in str(error))
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+@functools.cache
+def _shipped(name: str) -> Rule:
+    # Through the package, not "celo2.pretrained": importing that would hide the function.
+    file = resources.files("celo2").joinpath("pretrained", f"{name}.safetensors")
+    return from_bytes(file.read_bytes(), f"the shipped rule {name!r}")
+
+
+def _shipped_hint(path: Path) -> str:
+    if str(path) in SHIPPED:
+        return f'; celo2.pretrained("{path}") is the shipped rule of that name'
+    return "" if path.suffix else f"; the shipped rules are {', '.join(SHIPPED)}"
+
+
+def _read(path: Path) -> bytes:
+    if not path.exists():
+        raise FileNotFoundError(f"There is no file {path}{_shipped_hint(path)}.")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file but a folder or a device: name the file itself.")
+    with open(path, "rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise ValueError(f"{path} is larger than {MAX_FILE // 2**20} MB: it is not a rule.")
+    return data
+
+
+def _parse(data: bytes) -> Rule:
+    header = _header(data)
+    metadata = header.pop("__metadata__", {})
+    _check_metadata(metadata)
+    config = _config(_json_object(metadata["config"], "config"))
+    origin = _json_object(metadata["origin"], "origin")
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.get("dtype") != "F32":
+            raise ValueError(f"array {name} is not F32, the type of a rule's arrays.")
+    # Before the arrays are made, so that only as much is allocated as the config needs.
+    check_shapes(config, {name: _shape(entry) for name, entry in header.items()})
+    arrays = _float32(safetensors.numpy.load(data))
+    if _digest(metadata, arrays) != metadata["sha256"]:
+        raise ValueError("its SHA-256 does not match its content: it was damaged; fetch it again.")
+    return Rule(config, arrays, origin)
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
+        hints = (hint for start, hint in STRANGERS.items() if data.startswith(start))
+        size = f"it has {len(data)} bytes and claims a header of {length}"
+        raise ValueError(f"not a whole safetensors file; {next(hints, size)}.")
+    if len(data) > MAX_FILE:
+        raise ValueError(f"it has {len(data)} bytes; a rule has at most {MAX_FILE}.")
+    return _json_object(data[8 : 8 + length].decode(), "header")
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or "celo2" not in metadata:
+        raise ValueError("a safetensors file, but not made by celo2.save.")
+    version = metadata["celo2"]
+    if not (isinstance(version, str) and version.isascii() and version.isdecimal()):
+        raise ValueError(f"format {version!r} is not a number.")
+    if int(version) > FORMAT:
+        raise ValueError(
+            f"format {version} is newer than {FORMAT}, the newest this celo2 reads: "
+            "pip install --upgrade celo2."
+        )
+    for name in ("config", "origin", "sha256"):
+        if not isinstance(metadata.get(name), str):
+            raise ValueError(f"it has no {name}; write it again with celo2.save.")
+
+
+def _config(fields: dict[str, Any]) -> RuleConfig:
+    known = {field.name for field in dataclasses.fields(RuleConfig)}
+    if unknown := sorted(fields.keys() - known):
+        raise ValueError(f"unknown config fields: {', '.join(unknown)}; made by a newer celo2?")
+    if missing := sorted(known - fields.keys()):
+        raise ValueError(f"config fields missing: {', '.join(missing)}.")
+    return RuleConfig(**fields)
+
+
+def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
+    shape = entry.get("shape")
+    return tuple(shape) if isinstance(shape, list) else ()
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+    def refuse(constant: str):
+        raise ValueError(f"{what} holds {constant}, which is not JSON.")
+
+    value = json.loads(
+        text, object_pairs_hook=lambda pairs: _unique(pairs, what), parse_constant=refuse
+    )
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object.")
+    return value
+
+
+def _unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError(f"{what} names something twice.")
+    return result
+
+
+def _texts(rule: Rule) -> dict[str, str]:
+    try:
+        if not _has_text_keys(rule.origin):
+            raise ValueError("a key is not a string")
+        return {
+            "config": json.dumps(dataclasses.asdict(rule.config)),
+            "origin": json.dumps(dict(rule.origin), allow_nan=False),
+        }
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"origin cannot be stored: {error}; use text, finite numbers, lists and dicts."
+        ) from error
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _has_text_keys(v) for k, v in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
+
+
+def _float32(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name, weight in sorted(weights.items()):
+        array = np.asarray(weight)
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise ValueError(f"{name} has dtype {array.dtype}; a rule's arrays are floating point.")
+        with np.errstate(over="ignore"):  # what overflows is refused below
+            array = np.array(array, dtype="<f4", order="C")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} holds values that are infinite or not a number.")
+        array.flags.writeable = False
+        arrays[name] = array
+    return arrays
+
+
+def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+    sha = hashlib.sha256()
+    for part in (texts["config"], texts["origin"], *arrays):
+        sha.update(part.encode() + b"\0")
+    for array in arrays.values():
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+# Published checkpoints: a flax msgpack tree of the MLP's arrays, and nothing about the config.
+
+BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
+
+
+def convert(path: str | os.PathLike[str], config: RuleConfig = CELO2) -> Rule:
+    """The rule in one of the authors' published checkpoints (`theta.state`).
+
+    Args:
+        path: the checkpoint.
+        config: what the checkpoint does not record. `hidden` is taken from the arrays instead.
+
+    >>> rule = convert("theta.state", celo2.CELO2_BASE)  # doctest: +SKIP
+    """
+    data = _read(Path(path))
+    try:
+        weights = _join_blocks(_published_arrays(_unpack(data)))
+        config = _fit_config(config, weights)
+        weights = _float32(weights)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a published checkpoint: {_plain(error)}") from error
+    sha256 = hashlib.sha256(data).hexdigest()
+    return Rule(config, weights, {"converted_from": Path(path).name, "checkpoint_sha256": sha256})
+
+
+def _unpack(data: bytes) -> Any:
+    import msgpack  # only conversion needs it
+
+    limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
+    return msgpack.unpackb(
+        data,
+        object_pairs_hook=lambda pairs: _join_chunks(_unique(pairs, "the tree")),
+        ext_hook=lambda code, packed: _array(code, msgpack.unpackb(packed, **limits)),
+        **limits,
+    )
+
+
+def _array(code: int, content: Any) -> np.ndarray:
+    """What flax packs as extension 1 (an array) or 3 (a numpy scalar): shape, dtype name, bytes."""
+    if code not in (1, 3) or not isinstance(content, list) or len(content) != 3:
+        raise ValueError(f"msgpack extension {code} is not an array as flax writes it.")
+    shape, dtype, buffer = content
+    if dtype not in ("float16", "float32", "float64") or not isinstance(buffer, bytes):
+        raise ValueError(f"array of dtype {dtype!r}; a rule's arrays are floating point.")
+    return _reshape(np.frombuffer(buffer, np.dtype(dtype).newbyteorder("<")), shape)
+
+
+def _join_chunks(tree: dict[str, Any]) -> Any:
+    """An array that flax has cut up, joined; any other dict as it is."""
+    if "__msgpack_chunked_array__" not in tree:
+        return tree
+    chunks, shape = tree.get("chunks"), tree.get("shape")
+    if not isinstance(chunks, dict) or not isinstance(shape, dict) or not chunks:
+        raise ValueError("a chunked array has no chunks or no shape.")
+    parts: list[Any] = [chunks.get(str(i)) for i in range(len(chunks))]
+    if not all(isinstance(part, np.ndarray) and part.ndim == 1 for part in parts):
+        raise ValueError("a chunked array's chunks are not flat arrays, numbered from 0.")
+    return _reshape(np.concatenate(parts), [shape.get(str(i)) for i in range(len(shape))])
+
+
+def _reshape(flat: np.ndarray, shape: Any) -> np.ndarray:
+    sizes_are_counts = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not sizes_are_counts or len(shape) > 2 or math.prod(shape) != flat.size:
+        raise ValueError(f"array of {flat.size} numbers cannot have shape {shape!r}.")
+    return flat.reshape(shape)
+
+
+def _published_arrays(tree: Any) -> dict[str, np.ndarray]:
+    for key in ("ff_mod_stack", "~"):
+        if not isinstance(tree, dict) or key not in tree:
+            raise ValueError(f"it has no {key!r} where the arrays should be.")
+        tree = tree[key]
+    if not isinstance(tree, dict) or not all(isinstance(a, np.ndarray) for a in tree.values()):
+        raise ValueError("it holds something other than arrays.")
+    if missing := [name for name in (*BLOCKS, "b0") if name not in tree]:
+        raise ValueError(f"arrays missing: {', '.join(missing)}.")
+    if flat := [name for name in BLOCKS if tree[name].ndim != 2]:
+        raise ValueError(f"arrays that are no matrices: {', '.join(flat)}.")
+    return tree
+
+
+def _join_blocks(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays under our names: the first layer's blocks, one for each feature, become w0."""
+    width = arrays["b0"].size
+    decays = next(len(arrays[b]) for b, f in zip(BLOCKS, FEATURES, strict=True) if f.per_decay)
+    for block, feature in zip(BLOCKS, FEATURES, strict=True):
+        shape = (decays if feature.per_decay else 1, width)
+        if arrays[block].shape != shape:
+            raise ValueError(f"{block} has shape {arrays[block].shape} where {shape} belongs.")
+    w0 = np.concatenate([arrays[block] for block in BLOCKS])
+    return {"w0": w0, **{name: a for name, a in arrays.items() if name not in BLOCKS}}
+
+
+def _fit_config(config: RuleConfig, weights: Mapping[str, np.ndarray]) -> RuleConfig:
+    """`config` with the hidden widths of `weights`, if it has as many decays as they have."""
+    per_decay = sum(feature.per_decay for feature in FEATURES)
+    decays = (len(weights["w0"]) - len(FEATURES) + per_decay) // per_decay
+    if decays != len(config.momentum_decays):
+        raise ValueError(
+            f"it was made with {decays} decays and the config has {len(config.momentum_decays)}: "
+            "give as many --momentum-decays and --factored-decays."
+        )
+    hidden: list[int] = []
+    for i in itertools.count(1):
+        if f"w{i}" not in weights:
+            break
+        hidden.extend(weights[f"w{i}"].shape[:1])
+    config = dataclasses.replace(config, hidden=tuple(hidden))
+    check_shapes(config, {name: weight.shape for name, weight in weights.items()})
+    return config
