@@ -145,6 +145,14 @@ def test_every_command_has_help(name, capsys):
     assert f"celo2 {name}" in capsys.readouterr().out
 
 
+def test_one_line_adds_a_command_and_its_status_is_the_exit_status(monkeypatch):
+    def count(number: int) -> int:
+        return number
+
+    monkeypatch.setitem(cli.COMMANDS, "count", cli.Command("count", lambda: count))
+    assert cli.main(["count", "3"]) == 3
+
+
 def test_missing_tyro_is_named(rule_file, monkeypatch, capsys):
     real = builtins.__import__
 

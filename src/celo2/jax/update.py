@@ -51,7 +51,8 @@ def normalize_inputs(kernel: Array, columns: list[Array]) -> list[Array]:
     for group in group_by_shape(columns):
         squares = [jnp.mean(jnp.square(columns[i]), -2, keepdims=True) for i in group]
         mean_squares = jnp.mean(jnp.concatenate(squares, -2), -1, keepdims=True)
-        kernels.append(kernel[np.array(group)] * lax.rsqrt(mean_squares + EPSILON))
+        rows = kernel[np.array(group)].reshape(*(1,) * (mean_squares.ndim - 2), len(group), -1)
+        kernels.append(rows * lax.rsqrt(mean_squares + EPSILON))
     return kernels
 
 

@@ -57,7 +57,7 @@ def logits(params: dict, config: ConvConfig, x: Array) -> Array:
 
 def _init_conv(key: Array, fan_in: int, fan_out: int) -> dict:
     # √2: a ReLU passes half of the second moment.
-    return {"kernel": truncated_normal(key, (3, 3, fan_in, fan_out), gain=2**0.5)}
+    return {"kernel": truncated_normal(key, (3, 3, fan_in, fan_out), 2**0.5)}
 
 
 def _init_block(key: Array, width: int) -> dict:

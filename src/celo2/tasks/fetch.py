@@ -211,11 +211,9 @@ def _convert(
         report(Progress(name, "converting", done, source.train + source.test))
 
 
-def _write_arrays(
-    path: Path, arrays: dict[str, np.ndarray], name: str, size: Size
-) -> dict[str, Any]:
+def _write_arrays(path: Path, arrays: dict[str, Any], name: str, size: Size) -> dict[str, Any]:
     check_arrays(arrays, image_shape(name, size))
-    _write_whole(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+    _write_whole(path, lambda file: np.savez_compressed(file, **arrays))
     return {
         "repository": SOURCES[name].repository,
         "sha256": checksum(arrays[key] for key in ARRAYS),

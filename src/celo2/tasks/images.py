@@ -3,6 +3,7 @@
 import logging
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -109,13 +110,15 @@ def image_shape(name: str, size: Size) -> tuple[int, ...]:
 def read_arrays(path: Path, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """The four arrays of an .npz file, checked."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is empty, cut off or of another kind")
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             missing = [name for name in ARRAYS if name not in file.files]
             if missing:
                 raise ValueError(f"it lacks {', '.join(missing)}")
             arrays = {name: file[name] for name in ARRAYS}
         check_arrays(arrays, shape)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is not a usable image file: {error}. Delete it and run `celo2 data fetch`."
         ) from error

@@ -1,6 +1,7 @@
 """Initialisers, layers and losses shared by the models."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,11 @@ from jax import Array
 
 CHOP = 2.0  # standard deviations at which initial weights are cut
 
+# The initialisers are compiled, so that a model's init, called as it is, compiles each shape once.
+# A `jit` around the whole init would compile the random draws of every layer anew.
 
+
+@partial(jax.jit, static_argnums=(1, 2))
 def truncated_normal(key: Array, shape: tuple[int, ...], gain: float = 1.0) -> Array:
     """A kernel (…, in, out) from a normal cut at ±2, times gain/√fan_in.
 
@@ -18,10 +23,17 @@ def truncated_normal(key: Array, shape: tuple[int, ...], gain: float = 1.0) -> A
     return jax.random.truncated_normal(key, -CHOP, CHOP, shape) * (gain / math.sqrt(fan_in))
 
 
+@partial(jax.jit, static_argnums=1)
 def xavier_uniform(key: Array, shape: tuple[int, int]) -> Array:
     """A kernel (in, out), uniform with variance 2 / (in + out)."""
     bound = math.sqrt(6.0 / sum(shape))
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def normal(key: Array, shape: tuple[int, ...], scale: float) -> Array:
+    """A table from a normal of standard deviation `scale`."""
+    return jax.random.normal(key, shape) * scale
 
 
 def init_dense(key: Array, fan_in: int, fan_out: int) -> dict[str, Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.tasks.layers import cross_entropy, rms_norm
+from celo2.tasks.layers import cross_entropy, normal, rms_norm
 from celo2.tasks.task import Task
 from celo2.tasks.text import Corpus, windows
 from celo2.tasks.transformer import apply_blocks, check_heads, init_blocks
@@ -47,9 +47,9 @@ def init(key: Array, config: LMConfig) -> dict:
     embed_key, blocks_key, head_key = jax.random.split(key, 3)
     shape, scale = (config.vocab, config.width), 1 / math.sqrt(config.width)
     return {
-        "embed": {"table": jax.random.normal(embed_key, shape) * scale},
+        "embed": {"table": normal(embed_key, shape, scale)},
         "blocks": init_blocks(blocks_key, config.width, config.layers),
-        "lm_head": {"kernel": jax.random.normal(head_key, shape[::-1]) * scale},
+        "lm_head": {"kernel": normal(head_key, shape[::-1], scale)},
     }
 
 

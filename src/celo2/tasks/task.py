@@ -69,7 +69,7 @@ def supervised(
     """
 
     def init(key):
-        params = jax.jit(task.init)(key)  # op by op it would take seconds
+        params = task.init(key)
         return TrainState(params, tx.init(params))
 
     def step(data, state, key):

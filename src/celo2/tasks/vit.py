@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.tasks.layers import dense, init_dense, rms_norm
+from celo2.tasks.layers import dense, init_dense, normal, rms_norm
 from celo2.tasks.transformer import apply_blocks, check_heads, init_blocks
 
 
@@ -43,7 +43,7 @@ def init(key: Array, config: ViTConfig) -> dict:
     """`patch_embed`, a learned `position` table, `blocks` and `head`."""
     embed_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
     pixels = config.patch**2 * config.channels
-    position = 0.02 * jax.random.normal(position_key, (config.patches, config.width))
+    position = normal(position_key, (config.patches, config.width), 0.02)
     return {
         "patch_embed": init_dense(embed_key, pixels, config.width),
         "position": {"table": position},

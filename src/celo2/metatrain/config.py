@@ -1,0 +1,99 @@
+"""Everything that decides a meta-training run."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from celo2.rule import CELO2, CELO2_BASE, RuleConfig
+
+Estimator = Literal["pes", "truncated_es", "full_es"]
+Augmentation = Literal["none", "global", "tensor", "parameter"]
+Decay = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True)
+class MetaConfig:
+    """A meta-training run, the paper's by default; equal configs and data make equal rules.
+
+    Args:
+        rule: what the rule computes.
+        iterations: outer iterations.
+        seed: of everything random.
+        datasets: the image sets problems draw from; None takes the paper's four if they are at
+            hand, else the embedded digits.
+        task: `module:function` that returns a Task of your own, in place of the images.
+        problems: inner problems per dataset, each an antithetic pair.
+        batch: images per inner step.
+        estimator: of the meta-gradient.
+        truncation: inner steps per outer iteration.
+        unroll: shortest and longest unroll; lengths are log-uniform multiples of `truncation`.
+        sigma: standard deviation of the perturbations.
+        inner_learning_rate: of the rule, constant.
+        adam_multiplier: Adam's rate on vectors, as a multiple of `inner_learning_rate`.
+        augmentation: at which level initial weights are rescaled.
+        augmentation_range: of those scales, log-uniform.
+        learning_rate: of the outer AdamW.
+        decay: of that rate over `iterations`.
+        warmup: iterations over which that rate rises from zero.
+        weight_decay: of the outer AdamW.
+        loss_limit: inner losses above it, and NaN, count as this; None is 1.5 ln 10.
+    """
+
+    rule: RuleConfig = field(default_factory=lambda: CELO2)
+    iterations: int = 100_000
+    seed: int = 0
+    datasets: tuple[str, ...] | None = None
+    task: str | None = None
+    problems: int = 8
+    batch: int = 64
+    estimator: Estimator = "pes"
+    truncation: int = 50
+    unroll: tuple[int, int] = (100, 2000)
+    sigma: float = 0.01
+    inner_learning_rate: float = 1e-3
+    adam_multiplier: float = 20.0
+    augmentation: Augmentation = "global"
+    augmentation_range: tuple[float, float] = (1e-3, 1e3)
+    learning_rate: float = 5e-5
+    decay: Decay = "constant"
+    warmup: int = 0
+    weight_decay: float = 1e-4
+    loss_limit: float | None = None
+
+    def __post_init__(self):
+        for name, kind in (
+            ("estimator", Estimator),
+            ("augmentation", Augmentation),
+            ("decay", Decay),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(get_args(kind))
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")
+        for name in ("iterations", "problems", "batch", "truncation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("sigma", "inner_learning_rate", "learning_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a positive number.")
+        shortest, longest = self.unroll
+        if not self.truncation <= shortest <= longest:
+            raise ValueError(
+                f"unroll={self.unroll} must be (shortest, longest) with "
+                f"truncation={self.truncation} ≤ shortest ≤ longest."
+            )
+        low, high = self.augmentation_range
+        if not 0 < low <= high < math.inf:
+            raise ValueError(
+                f"augmentation_range={self.augmentation_range} must be 0 < low ≤ high."
+            )
+
+    @property
+    def highest_loss(self) -> float:
+        return 1.5 * math.log(10) if self.loss_limit is None else self.loss_limit
+
+
+PRESETS = {
+    "celo2": MetaConfig(),
+    "celo2-base": MetaConfig(rule=CELO2_BASE, learning_rate=1e-4),
+}

@@ -1,0 +1,185 @@
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from celo2.tasks import images
+from conftest import data_folder
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch, tmp_path):
+    """An empty cache and no named folder, whatever this machine has."""
+    monkeypatch.delenv("CELO2_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images._log_choice.cache_clear()
+
+
+def arrays(count=20, shape=(8, 8), seed=0):
+    rng = np.random.RandomState(seed)
+    return {
+        "train_x": rng.randint(0, 256, (count, *shape)).astype(np.uint8),
+        "train_y": rng.randint(0, 10, count).astype(np.uint8),
+        "test_x": rng.randint(0, 256, (count // 2, *shape)).astype(np.uint8),
+        "test_y": rng.randint(0, 10, count // 2).astype(np.uint8),
+    }
+
+
+def write(folder, name="mnist_8x8", **changes):
+    np.savez(folder / f"{name}.npz", **(arrays() | changes))
+
+
+def test_digits_use_the_whole_grey_range_and_split_four_to_one():
+    digits = images.load("digits")
+    assert (len(digits.train_x), len(digits.test_x)) == (1437, 360)
+    assert digits.train_x.min() == 0 and digits.train_x.max() == 255
+    assert np.bincount(digits.test_y).min() >= 20  # the split is mixed, not by writer or class
+
+
+def test_digits_checksum_is_fixed():
+    # A change here makes earlier records incomparable.
+    assert images.load("digits").checksum() == DIGITS_SHA256
+
+
+def test_nothing_there_means_digits_and_says_so_once(caplog):
+    with caplog.at_level(logging.INFO):
+        chosen = [images.select(choice)[0].name for choice in (None, "auto")]
+    assert chosen == ["digits", "digits"]
+    assert len(caplog.records) == 1 and "celo2 data fetch" in caplog.text
+
+
+def test_automatic_choice_takes_what_the_folder_has(tmp_path):
+    write(tmp_path, "mnist_8x8")
+    write(tmp_path, "svhn_8x8")
+    chosen = images.select(None, tmp_path)
+    assert [c.name for c in chosen] == ["mnist", "svhn"]
+    assert chosen[0].source == str(tmp_path / "mnist_8x8.npz")
+
+
+def test_environment_names_the_folder_and_the_argument_wins(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    monkeypatch.setenv("CELO2_DATA", str(tmp_path / "a"))
+    assert images.load("mnist").source == str(tmp_path / "a" / "mnist_8x8.npz")
+    assert images.load("mnist", tmp_path / "b").source == str(tmp_path / "b" / "mnist_8x8.npz")
+
+
+def test_absent_dataset_error_names_the_folder_and_the_ways_out(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        images.load("mnist")
+    for part in (str(tmp_path / "cache" / "celo2" / "data"), "celo2 data fetch", "digits"):
+        assert part in str(error.value)
+
+
+def test_named_folder_must_exist(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="data=.*nowhere"):
+        images.select(None, tmp_path / "nowhere")
+    monkeypatch.setenv("CELO2_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="CELO2_DATA=.*nowhere"):
+        images.select()
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="'mnits' is not one of mnist"):
+        images.load("mnits")
+    with pytest.raises(ValueError, match="names is empty"):
+        images.select(())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_x": np.zeros((20, 8, 8), np.float32)}, "train_x is float32, not uint8"),
+        ({"train_x": np.zeros((20, 28, 28), np.uint8)}, r"train_x has shape \(20, 28, 28\)"),
+        ({"train_x": np.zeros(20, np.uint8)}, r"train_x has shape \(20,\)"),
+        ({"test_y": np.zeros(3, np.uint8)}, r"test_y has shape \(3,\) beside 10 images"),
+        ({"train_y": np.full(20, 10, np.uint8)}, "train_y has label 10"),
+        ({"train_x": np.zeros((0, 8, 8), np.uint8)}, "N > 0"),
+        ({"train_y": np.array([None] * 20)}, "allow_pickle=False"),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path, changes, message):
+    write(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        images.load("mnist", tmp_path)
+
+
+def test_missing_array_is_named(tmp_path):
+    np.savez(tmp_path / "mnist_8x8.npz", train_x=arrays()["train_x"])
+    with pytest.raises(ValueError, match="it lacks train_y, test_x, test_y"):
+        images.load("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_damaged_file_is_refused(tmp_path, compressed):
+    path = tmp_path / "mnist_8x8.npz"
+    (np.savez_compressed if compressed else np.savez)(path, **arrays())
+    good = path.read_bytes()
+    middle = len(good) // 4
+    flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
+    for damaged in (b"", good[:100], good[:-100], flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a usable image file"):
+            images.load("mnist", tmp_path)
+
+
+def test_full_size_has_its_own_file_and_shape(tmp_path):
+    write(tmp_path, "cifar10", **arrays(shape=(32, 32, 3)))
+    assert images.load("cifar10", tmp_path, "full").train_x.shape == (20, 32, 32, 3)
+    with pytest.raises(FileNotFoundError, match="cifar10_8x8.npz"):
+        images.load("cifar10", tmp_path)
+
+
+def test_checksum_sees_a_single_pixel(tmp_path):
+    write(tmp_path)
+    loaded = images.load("mnist", tmp_path)
+    before = loaded.checksum()
+    loaded.test_x[3, 4, 5] ^= 1
+    assert loaded.checksum() != before
+
+
+def marked_set(name, count, level):
+    """A dataset whose pixels and labels all carry its level, so that a mix-up shows."""
+    x, y = np.full((count, 8, 8), level, np.uint8), np.full(count, level // 51, np.uint8)
+    return images.ImageSet(name, "test", x, y, x, y)
+
+
+def test_bank_serves_each_problem_its_own_dataset_without_padding(strict_dtypes):
+    bank = images.bank([marked_set("a", 7, 51), marked_set("b", 100, 102), marked_set("c", 3, 255)])
+    assert bank.images.dtype == np.uint8 and bank.images.shape == (3, 100, 64)
+    index = np.array([2, 0, 1, 0], np.int32)
+    keys = jax.random.split(jax.random.key(0), 4)
+    sample = jax.vmap(images.sample_batch, in_axes=(None, 0, 0, None))
+    x, y = jax.jit(sample, static_argnums=3)(bank, keys, index, 64)
+    assert x.shape == (4, 64, 64) and x.dtype == np.float32 and y.dtype == np.int32
+    # Padding is 0 and would show as a level of its own.
+    for problem, level in enumerate([1.0, 0.2, 0.4, 0.2]):
+        np.testing.assert_allclose(x[problem], level, rtol=1e-6)
+        np.testing.assert_array_equal(y[problem], round(level * 5))
+
+
+def test_sampling_reaches_every_image_and_keeps_its_label():
+    x = np.arange(10, dtype=np.uint8)[:, None, None] * np.ones((1, 8, 8), np.uint8)
+    y = np.arange(10, dtype=np.uint8)
+    bank = images.bank([images.ImageSet("a", "test", x, y, x, y), marked_set("b", 40, 51)])
+    x, y = images.sample_batch(bank, jax.random.key(0), 0, 500)
+    assert set(np.asarray(y)) == set(range(10))
+    np.testing.assert_allclose(x[:, 0] * 255, y, rtol=1e-5)
+
+
+def test_bank_refuses_images_of_two_sizes(tmp_path):
+    write(tmp_path, "mnist", **arrays(shape=(28, 28)))
+    with pytest.raises(ValueError, match="digits 64, mnist 784"):
+        images.bank([images.load("digits"), images.load("mnist", tmp_path, "full")])
+
+
+def test_real_files_load():
+    folder = data_folder()
+    mnist, svhn = images.select(("mnist", "svhn"), folder)
+    assert mnist.train_x.shape == (60_000, 8, 8) and len(svhn.test_x) == 26_032
+    assert images.bank([mnist, svhn]).images.shape == (2, 73_257, 64)
+
+
+DIGITS_SHA256 = "b678268270c88df34a8b30552451a287ae8abb818f4c4ebd27201ef0f2093173"

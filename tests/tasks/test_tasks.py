@@ -1,0 +1,145 @@
+import jax
+import numpy as np
+import optax
+import pytest
+
+from celo2.tasks import TASKS, convnet, find, image_mlp, images, language_model, supervised, vit
+from celo2.tasks.classify import image_convnet, image_vit
+from celo2.tasks.lm import LMConfig
+from celo2.tasks.text import Corpus
+from conftest import data_folder
+
+TINY_LM = LMConfig(16, 1, 8, 16)
+
+
+def colour_set():
+    x, y = np.zeros((20, 8, 8, 3), np.uint8), np.zeros(20, np.uint8)
+    return images.ImageSet("black", "test", x, y, x, y)
+
+
+def corpus():
+    tokens = np.tile(np.arange(20, dtype=np.uint8), 30)
+    return Corpus("count", "test", tokens, tokens, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("digits-mlp", 32),
+        ("digits-mlp-wide", 32),
+        ("digits-conv", 8),
+        ("vit-tiny", 8),
+        ("text-tiny", 2),
+    ],
+)
+def test_loss_falls_under_adamw(name, batch):
+    trainer = supervised(TASKS[name].make(batch=batch), optax.adamw(3e-3))
+    state = trainer.init(jax.random.key(0))
+    losses = []
+    for key in jax.random.split(jax.random.key(1), 60):
+        state, metrics = trainer.step(state, key)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-10:]) < 0.85 * np.mean(losses[:5])
+
+
+OTHERS = {
+    "mlp": lambda: image_mlp(colour_set(), (16,), 16),
+    "conv": lambda: image_convnet(colour_set(), convnet.CONFIGS["resnet"], 16),
+    "vit": lambda: image_vit(colour_set(), vit.ViTConfig(patch=4), 16),
+    "tokens": lambda: language_model(corpus(), TINY_LM, 4),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_take_colour_and_tokens_without_dtype_promotion(name, strict_dtypes):
+    trainer = supervised(OTHERS[name](), optax.sgd(1e-2), evaluation_batches=2)
+    state = jax.eval_shape(trainer.init, jax.random.key(0))
+    _, metrics = jax.eval_shape(trainer.step, state, jax.random.key(1))
+    assert metrics == jax.eval_shape(trainer.evaluate, state, jax.random.key(1))
+    assert metrics["loss"].dtype == np.float32
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return TASKS["digits-mlp"].make(batch=32)
+
+
+def test_same_keys_give_the_same_run(digits):
+    trainer = supervised(digits, optax.adamw(1e-3), evaluation_batches=2)
+    runs = []
+    for _ in range(2):
+        state, metrics = trainer.step(trainer.init(jax.random.key(0)), jax.random.key(1))
+        runs.append((state.params, metrics, trainer.evaluate(state, jax.random.key(2))))
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
+def test_sampling_works_under_jit_vmap_and_scan(digits):
+    @jax.jit
+    def losses(data, params, keys):  # [problems, steps]
+        def unroll(keys):
+            def step(total, key):
+                return total, digits.loss(params, digits.sample(data, key, "train"))[0]
+
+            return jax.lax.scan(step, 0.0, keys)[1]
+
+        return jax.vmap(unroll)(keys)
+
+    keys = jax.random.split(jax.random.key(0), (3, 5))
+    values = losses(digits.data, digits.init(jax.random.key(1)), keys)
+    assert values.shape == (3, 5) and len(np.unique(values)) == 15
+
+
+def test_step_does_not_carry_the_data_as_a_constant(digits):
+    step = supervised(digits, optax.sgd(1.0)).step
+    state = jax.eval_shape(supervised(digits, optax.sgd(1.0)).init, jax.random.key(0))
+    lowered = step.func.lower(*step.args, state, jax.random.key(0)).as_text()
+    assert len(lowered) < 2 * digits.data["train"][0].nbytes
+
+
+def test_train_and_valid_batches_come_from_their_own_split():
+    x, y = np.zeros((9, 8, 8), np.uint8), np.zeros(9, np.uint8)
+    task = image_mlp(images.ImageSet("split", "test", x, y, x + 255, y + 1), batch=8)
+    for split, level in (("train", 0), ("valid", 1)):
+        batch_x, batch_y = task.sample(task.data, jax.random.key(0), split)
+        assert batch_x.shape == (8, 8, 8, 1)
+        np.testing.assert_allclose(batch_x, level, rtol=1e-6)
+        np.testing.assert_array_equal(batch_y, level)
+
+
+def test_evaluation_averages_its_batches(digits):
+    trainer = supervised(digits, optax.sgd(1.0), evaluation_batches=3)
+    state, key = trainer.init(jax.random.key(0)), jax.random.key(1)
+    batches = [digits.sample(digits.data, k, "valid") for k in jax.random.split(key, 3)]
+    expected = np.mean([float(digits.loss(state.params, batch)[0]) for batch in batches])
+    assert float(trainer.evaluate(state, key)["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_default_batch_is_the_one_the_table_states(name):
+    spec = TASKS[name]
+    folder = data_folder() if "image-" in name or "cifar" in name else None
+    task = spec.make(data=folder)
+    batch = jax.eval_shape(lambda d, k: task.sample(d, k, "train"), task.data, jax.random.key(0))
+    assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {spec.batch}
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    assert spec.metric in jax.eval_shape(task.loss, params, batch)[1]
+
+
+def test_language_tasks_take_another_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab" * 2000)
+    task = TASKS["lm-tiny"].make(text=tmp_path / "a.txt", batch=2)
+    tokens = task.sample(task.data, jax.random.key(0), "train")
+    assert tokens.shape == (2, 65)
+    assert set(np.unique(tokens)) == set(b"ab")
+
+
+def test_vocabulary_is_the_corpus_one():
+    small = corpus()._replace(vocab=21)
+    params = jax.eval_shape(language_model(small, TINY_LM, 4).init, jax.random.key(0))
+    assert params["embed"]["table"].shape == (21, 16)
+    assert params["lm_head"]["kernel"].shape == (16, 21)
+
+
+def test_unknown_task_error_lists_the_tasks():
+    with pytest.raises(ValueError, match="'digits' is not a task; there are digits-mlp"):
+        find("digits")

@@ -1,0 +1,83 @@
+import lzma
+
+import jax
+import numpy as np
+import pytest
+
+from celo2.tasks import text
+from conftest import data_folder
+
+
+def test_embedded_text_is_long_and_its_last_tenth_validates():
+    corpus = text.load()
+    whole = len(corpus.train) + len(corpus.valid)
+    assert whole > 300_000 and corpus.vocab == 256
+    assert len(corpus.valid) == whole // 10
+    assert b"assert" in corpus.train[:5000].tobytes()  # topics come in alphabetical order
+    assert corpus.checksum() == text.load("python-docs").checksum()
+
+
+def test_text_files_are_joined_plain_or_compressed(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789")
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"abcdefghij"))
+    corpus = text.load([tmp_path / "a.txt", str(tmp_path / "b.txt.xz")])
+    assert corpus.train.tobytes() == b"0123456789abcdefgh"
+    assert corpus.valid.tobytes() == b"ij"
+
+
+def test_folder_corpus_keeps_its_own_split(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"tinyshakespeare_{split}.txt.xz").write_bytes(lzma.compress(split.encode()))
+    corpus = text.load("tinyshakespeare", tmp_path)
+    assert (corpus.train.tobytes(), corpus.valid.tobytes()) == (b"train", b"val")
+
+
+def test_absent_texts_say_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match="wikipedia_en_train.txt.xz.*python-docs"):
+        text.load("wikipedia_en", tmp_path)
+    with pytest.raises(FileNotFoundError, match="'no_such_file' is neither a file nor"):
+        text.load("no_such_file")
+
+
+def test_cut_off_xz_file_is_refused(tmp_path):
+    (tmp_path / "a.xz").write_bytes(lzma.compress(b"text" * 100)[:-20])
+    with pytest.raises(ValueError, match="not a whole .xz file"):
+        text.load(tmp_path / "a.xz")
+
+
+def test_real_shakespeare_loads():
+    corpus = text.load("tinyshakespeare", data_folder())
+    assert (len(corpus.train), len(corpus.valid)) == (1_059_624, 55_770)
+
+
+def test_windows_are_runs_of_the_text_from_all_its_places(strict_dtypes):
+    tokens = np.arange(40, dtype=np.uint16)
+    sample = jax.jit(text.windows, static_argnums=(2, 3))
+    cut = np.asarray(sample(jax.numpy.asarray(tokens), jax.random.key(0), 500, 8))
+    assert cut.shape == (500, 8) and cut.dtype == np.int32
+    assert (np.diff(cut, axis=1) == 1).all()
+    assert set(cut[:, 0]) == set(range(33))
+
+
+def test_host_windows_agree_on_what_a_window_is(tmp_path):
+    tokens = np.arange(40, dtype=np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    tokens[:20].tofile(tmp_path / "valid.bin")
+    corpus = text.load_tokens(tmp_path / "train.bin", tmp_path / "valid.bin", vocab=50)
+    assert isinstance(corpus.train, np.memmap) and len(corpus.valid) == 20
+    cut = text.host_windows(corpus.train, np.random.default_rng(0), 500, 8)
+    assert (np.diff(cut, axis=1) == 1).all() and cut.dtype == np.int32
+    assert set(cut[:, 0]) == set(range(33))
+
+
+def test_broken_token_file_is_refused(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    with pytest.raises(ValueError, match="3 bytes, not a positive multiple of the 2"):
+        text.load_tokens(tmp_path / "odd.bin", tmp_path / "odd.bin", vocab=50)
+    with pytest.raises(FileNotFoundError, match="no token file"):
+        text.load_tokens(tmp_path / "none.bin", tmp_path / "odd.bin", vocab=50)
+
+
+def test_too_short_a_text_is_refused():
+    with pytest.raises(ValueError, match="3 tokens, fewer than one window of 8"):
+        text.windows(jax.numpy.zeros(3, jax.numpy.uint8), jax.random.key(0), 2, 8)
