@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "tasks": set(),
     "metatrain": {"rule", "weights", "jax", "tasks"},
     "evaluate": {"rule", "weights", "jax", "tasks"},
+    "commands": {"rule", "weights", "tasks", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
     "cli": {"__init__", "rule", "layout", "hub", "weights"},
 }

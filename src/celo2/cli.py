@@ -129,9 +129,31 @@ class Command(NamedTuple):
 
     help: str
     load: Callable[[], Callable[..., Any]]
+    reads_arguments: bool = False  # itself: its function is given the list of them
+
+
+def _load_data() -> Callable[..., Any]:
+    from celo2.commands.data import data_command
+
+    return data_command
+
+
+def _load_meta_train() -> Callable[..., Any]:
+    from celo2.commands.meta_train import main
+
+    return main
+
+
+def _load_status() -> Callable[..., Any]:
+    from celo2.commands.status import status
+
+    return status
 
 
 COMMANDS = {
+    "meta-train": Command("make a rule", _load_meta_train, reads_arguments=True),
+    "status": Command("show how far a meta-training run is", _load_status),
+    "data": Command("download the image sets: celo2 data fetch", _load_data),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),
@@ -152,8 +174,11 @@ def _dispatch(arguments: list[str]) -> int:
     except ImportError as error:
         raise ImportError("the command line needs tyro: pip install celo2[cli]") from error
     name, *rest = arguments
+    command = COMMANDS[name]
+    if command.reads_arguments:
+        return command.load()(rest)
     positional = (tyro.conf.PositionalRequiredArgs,)
-    status = tyro.cli(COMMANDS[name].load(), prog=f"celo2 {name}", args=rest, config=positional)
+    status = tyro.cli(command.load(), prog=f"celo2 {name}", args=rest, config=positional)
     return status if isinstance(status, int) else 0
 
 

@@ -11,7 +11,9 @@ from celo2.rule import RuleConfig
 Updater = Literal["rule", "adam"]
 Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
 
-EMBEDDING = re.compile(r"embed|^(wte|wpe|tok_emb|pos_emb|position(s|al)?(_.*)?|pos_table)$")
+EMBEDDING = re.compile(
+    r"embed|^(wte|wpe|tok_emb|pos_emb|position(s|al)?(_.*)?|pos_table|(cls|class|mask)_token)$"
+)
 HEAD = re.compile(
     r"^(un_?embed.*|(.*_)?head|lm_?head|classifier|logits?(_.*)?|readout|vocab_proj(ection)?)$"
 )
@@ -20,7 +22,7 @@ VECTOR = re.compile(r"^(b|bias|scale|gain|beta|gamma)$")
 CONVOLUTION = re.compile(r"conv")
 ATTENTION_IN = re.compile(r"^(q|k|v|qkv|kv|query|key|value)(_?(proj|kernel|einsum|w))?$")
 ATTENTION_OUT = re.compile(r"^(o|out|output|attn_vec)(_?(proj|kernel|einsum|w))?$")
-WRAPPERS = {"params", "model", "module", "_orig_mod", "value", "raw_value"}
+WRAPPERS = {"params", "model", "module", "_orig_mod"}
 
 
 class Route(NamedTuple):
@@ -80,7 +82,7 @@ def as_view(wish: Any, ndim: int, path: str) -> MatrixView:
     """A MatrixView from one, or from `optax.contrib.MuonDimensionNumbers`."""
     if hasattr(wish, "reduction_axis") and hasattr(wish, "output_axis"):
         rows, columns = (
-            tuple(axis % ndim for axis in ((axes,) if isinstance(axes, int) else axes))
+            tuple(a + ndim if a < 0 else a for a in ((axes,) if isinstance(axes, int) else axes))
             for axes in (wish.reduction_axis, wish.output_axis)
         )
         batch = tuple(axis for axis in range(ndim) if axis not in (*rows, *columns))
@@ -89,7 +91,10 @@ def as_view(wish: Any, ndim: int, path: str) -> MatrixView:
         raise ValueError(
             f'{wish!r} for {path} is not "rule", "adam", a MatrixView or MuonDimensionNumbers.'
         )
-    check_view(wish, ndim)
+    try:
+        check_view(wish, ndim)
+    except ValueError as error:
+        raise ValueError(f"override for {path}: {error}") from None
     return wish
 
 

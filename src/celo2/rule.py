@@ -120,6 +120,16 @@ def feature_count(config: RuleConfig, *, vector: bool = False) -> int:
     )
 
 
+def feature_rows(config: RuleConfig) -> dict[str, slice]:
+    """The rows of the first layer that belong to each feature."""
+    rows, start = {}, 0
+    for feature in FEATURES:
+        stop = start + feature_width(config, feature)
+        rows[feature.name] = slice(start, stop)
+        start = stop
+    return rows
+
+
 def weight_shapes(config: RuleConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every array of a rule with this config."""
     widths = (feature_count(config), *config.hidden, OUTPUTS)

@@ -148,7 +148,7 @@ def marked_set(name, count, level):
 
 def test_bank_serves_each_problem_its_own_dataset_without_padding(strict_dtypes):
     bank = images.bank([marked_set("a", 7, 51), marked_set("b", 100, 102), marked_set("c", 3, 255)])
-    assert bank.images.dtype == np.uint8 and bank.images.shape == (3, 100, 64)
+    assert bank.rows.dtype == np.uint8 and bank.rows.shape == (3, 100, images.HEAD + 64)
     index = np.array([2, 0, 1, 0], np.int32)
     keys = jax.random.split(jax.random.key(0), 4)
     sample = jax.vmap(images.sample_batch, in_axes=(None, 0, 0, None))
@@ -179,7 +179,7 @@ def test_real_files_load():
     folder = data_folder()
     mnist, svhn = images.select(("mnist", "svhn"), folder)
     assert mnist.train_x.shape == (60_000, 8, 8) and len(svhn.test_x) == 26_032
-    assert images.bank([mnist, svhn]).images.shape == (2, 73_257, 64)
+    assert images.bank([mnist, svhn]).rows.shape == (2, 73_257, images.HEAD + 64)
 
 
 DIGITS_SHA256 = "b678268270c88df34a8b30552451a287ae8abb818f4c4ebd27201ef0f2093173"

@@ -1,5 +1,7 @@
 """The optimizers people use: the rule on hidden matrices, AdamW on the rest."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,11 @@ def celo2(
         routes = route_all(tree, rule.config, adam_mask, overrides, published)
         return jax.tree.structure(tree).unflatten([route.updater for route in routes])
 
-    mask = _prune(weight_decay_mask)
     branches = {
         "rule": optax.chain(
             scale_by_celo2(
                 rule,
-                overrides={k: v for k, v in (overrides or {}).items() if v not in ("rule", "adam")},
+                overrides=overrides,
                 published=published,
                 skip_nonfinite=skip_nonfinite,
                 hold_unused=hold_unused,
@@ -89,12 +90,12 @@ def celo2(
                 newton_schulz_dtype=newton_schulz_dtype,
             ),
             optax.scale(rms_scale),
-            optax.add_decayed_weights(weight_decay, mask),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         ),
         "adam": optax.chain(
             adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps),
-            optax.add_decayed_weights(weight_decay, mask),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(
                 _times(ADAM_MULTIPLIER, learning_rate)
                 if adam_learning_rate is None
@@ -128,6 +129,10 @@ def celo2_base(
     return celo2(learning_rate, rule=rule, **options)
 
 
+# Spelt out for `optax.inject_hyperparams` and for help(), which both read the signature.
+celo2_base.__signature__ = inspect.signature(functools.partial(celo2, rule="celo2-base"))
+
+
 def route_all(
     tree,
     config: RuleConfig,
@@ -137,13 +142,15 @@ def route_all(
 ) -> list[Route]:
     """The route of every leaf, the user's mask included."""
     routes = leaf_routes(tree, config, overrides, published)
-    if adam_mask is None:
+    if adam_mask is None or not routes:
         return routes
-    mask = adam_mask(tree) if callable(adam_mask) else adam_mask
-    chosen = jax.tree.structure(tree).flatten_up_to(mask)
+    # A tree may be callable too, an equinox module for one.
+    is_function = callable(adam_mask) and jax.tree_util.all_leaves([adam_mask])
+    mask = adam_mask(tree) if is_function else adam_mask
+    chosen = jax.tree.map(lambda adam, part: jax.tree.map(lambda _: adam, part), mask, tree)
     return [
         route._replace(updater="adam" if adam else "rule", reason="adam_mask")
-        for route, adam in zip(routes, chosen, strict=True)
+        for route, adam in zip(routes, jax.tree.leaves(chosen), strict=True)
     ]
 
 
@@ -151,23 +158,3 @@ def _times(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
     if callable(rate):
         return lambda count: factor * rate(count)
     return factor * rate
-
-
-def _prune(mask: Mask | None) -> Mask | None:
-    """A mask for the part of the tree that one branch sees, where other leaves are MaskedNodes."""
-    if mask is None or callable(mask):
-        return mask
-
-    def pruned(params):
-        return jax.tree.map(
-            lambda param, keep: param if _is_masked(param) else keep,
-            params,
-            mask,
-            is_leaf=_is_masked,
-        )
-
-    return pruned
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)

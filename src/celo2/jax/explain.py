@@ -35,12 +35,12 @@ class Explanation(list[Line]):
         return sum(line.size for line in self if line.updater == updater) / max(total, 1)
 
     def __str__(self) -> str:
-        total = max(sum(line.size for line in self), 1)
+        total = sum(line.size for line in self)
         rows = [("path", "shape", "updated by", "because", "seen as", "share")]
         for line in self:
             name = "celo2" if line.updater == "rule" else "AdamW"
             seen = _times(line.viewed) if line.updater == "rule" else "-"
-            share = f"{line.size / total:.1%}"
+            share = f"{line.size / max(total, 1):.1%}"
             rows.append((line.path, _times(line.shape), name, line.reason, seen, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = [

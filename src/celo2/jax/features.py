@@ -1,57 +1,80 @@
 """The MLP's input: one tensor's gradient, parameter and moments as feature columns."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from celo2.jax.moments import Axes, Moments
+from celo2.rule import RuleConfig, feature_rows
 
 CLIP = 0.1
 RMS_EPSILON = 1e-8
 FACTORED_EPSILON = 1e-9
 
 
-def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> list[Array]:
-    """The feature columns in the order of `celo2.rule.FEATURES`, not yet normalised.
+class Plane(NamedTuple):
+    """A column as large as the tensor: `value`, times factors along rows and columns if any."""
 
-    A column that is constant along an axis has length 1 there: row and column moments are never
-    spread out over the tensor.
+    value: Array
+    factors: tuple[Array, ...] = ()
+
+
+class Features(NamedTuple):
+    """All columns, not yet normalised; those of a kind go with the same part of the first layer.
+
+    Row and column moments are never spread out over the tensor. A vector has none.
     """
+
+    planes: list[Plane]
+    rows: Array | None  # (columns, …), of length 1 along the tensor's largest axis
+    cols: Array | None  # (columns, …), of length 1 along its second largest axis
+
+
+def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> Features:
+    """The features of one viewed tensor, in the order of `split_first_layer`."""
     momentum, rms, rows, cols = moments.momentum, moments.rms, moments.rows, moments.cols
     inverse_rms = lax.rsqrt(rms + RMS_EPSILON)
-    scales = factored_scales(axes, moments)
-    columns = [
-        grad,
-        jnp.clip(grad, -CLIP, CLIP),
-        param,
-        *momentum,
-        rms,
-        *(m * inverse_rms for m in momentum),
-        inverse_rms,
-        *(grad * row * col for row, col in scales),
-        grad * inverse_rms,
+    scales = factored_scales(axes, rows, cols)
+    planes = [
+        Plane(grad),
+        Plane(jnp.clip(grad, -CLIP, CLIP)),
+        Plane(param),
+        *map(Plane, momentum),
+        Plane(rms),
+        *(Plane(m * inverse_rms) for m in momentum),
+        Plane(inverse_rms),
+        *(Plane(grad, factors) for factors in scales),
+        Plane(grad * inverse_rms),
     ]
-    if axes.matrix:
-        columns += [
-            *rows,
-            *cols,
-            *(lax.rsqrt(row + RMS_EPSILON) for row in rows),
-            *(lax.rsqrt(col + RMS_EPSILON) for col in cols),
-            *(m * row * col for m, (row, col) in zip(momentum, scales, strict=True)),
-        ]
-    return columns
-
-
-def factored_scales(axes: Axes, moments: Moments) -> list[tuple[Array | float, Array]]:
-    """For each decay the row and column factors whose product stands for 1/√second moment."""
     if not axes.matrix:
-        return [(1.0, _floored_rsqrt(whole + FACTORED_EPSILON)) for whole in moments.rows]
+        return Features(planes, None, None)
+    planes += map(Plane, momentum, scales)
+    inverse_rows, inverse_cols = (lax.rsqrt(x + RMS_EPSILON) for x in (rows, cols))
+    return Features(
+        planes, jnp.concatenate([rows, inverse_rows]), jnp.concatenate([cols, inverse_cols])
+    )
+
+
+def split_first_layer(config: RuleConfig, kernel: Array, matrix: bool) -> list[Array]:
+    """The first layer's rows for the planes, for the rows and for the columns."""
+    at = feature_rows(config)
+    if not matrix:
+        return [kernel[: at["row"].start]]
+    momenta = kernel[at["factored_momentum"]]
     return [
-        (
-            _floored_rsqrt(row / (jnp.mean(row, axes.cols, keepdims=True) + FACTORED_EPSILON)),
-            _floored_rsqrt(col),
-        )
-        for row, col in zip(moments.rows, moments.cols, strict=True)
+        jnp.concatenate([kernel[: at["row"].start], momenta]),
+        jnp.concatenate([kernel[at["row"]], kernel[at["inverse_row"]]]),
+        jnp.concatenate([kernel[at["column"]], kernel[at["inverse_column"]]]),
     ]
+
+
+def factored_scales(axes: Axes, rows: Array, cols: Array) -> list[tuple[Array, ...]]:
+    """For each decay the factors whose product stands for 1/√second moment."""
+    if not axes.matrix:
+        return [(scale,) for scale in _floored_rsqrt(rows + FACTORED_EPSILON)]
+    row_scale = _floored_rsqrt(rows / (jnp.mean(rows, axes.cols, keepdims=True) + FACTORED_EPSILON))
+    return list(zip(row_scale, _floored_rsqrt(cols), strict=True))
 
 
 def _floored_rsqrt(x: Array) -> Array:

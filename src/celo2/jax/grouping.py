@@ -1,5 +1,6 @@
 """One compiled body for all tensors of a shape."""
 
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -7,8 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from celo2.jax.trees import leaf_paths
 
-def for_each_shape(function: Callable, jobs: list[tuple[Hashable, Any]]) -> list[Any]:
+
+def for_each_shape(
+    function: Callable, jobs: list[tuple[Hashable, Any]], roles: list[str]
+) -> list[Any]:
     """[function(static, job) for static, job in jobs], compiled once for each kind of job.
 
     Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
@@ -16,9 +21,13 @@ def for_each_shape(function: Callable, jobs: list[tuple[Hashable, Any]]) -> list
     temporaries are alive at a time. A switch picks each job where it lies, so that nothing has
     to be stacked.
     """
+    # Under jit with automatic axes nobody knows a sharding yet, and a loop over tensors that are
+    # sharded differently would reshard whole tensors. Those of one role are sharded alike.
+    by_role = jax.device_count() > 1
     kinds: dict[Hashable, list[int]] = {}
-    for i, (static, job) in enumerate(jobs):
-        kinds.setdefault((static, *map(_kind, jax.tree.leaves(job))), []).append(i)
+    for i, ((static, job), role) in enumerate(zip(jobs, roles, strict=True)):
+        kind = (static, role if by_role else "", *map(_kind, jax.tree.leaves(job)))
+        kinds.setdefault(kind, []).append(i)
 
     results: list[Any] = [None] * len(jobs)
     for indices in kinds.values():
@@ -36,6 +45,11 @@ def for_each_shape(function: Callable, jobs: list[tuple[Hashable, Any]]) -> list
         for position, i in enumerate(indices):
             results[i] = jax.tree.map(lambda x, position=position: x[position], stacked)
     return results
+
+
+def roles_of(tree) -> list[str]:
+    """Every leaf's path without its numbers, the same for "block_0/query" and "block_1/query"."""
+    return [re.sub(r"\d+", "", path) for path in leaf_paths(tree)]
 
 
 def _kind(x: Any) -> Hashable:

@@ -35,8 +35,8 @@ class Moments(NamedTuple):
 
     momentum: tuple[Array, ...]
     rms: Array
-    rows: tuple[Array, ...]  # factored second moments; a vector keeps its whole one here
-    cols: tuple[Array, ...]
+    rows: Array  # factored second moments, (decays, …); a vector keeps its whole ones here
+    cols: Array
     running_rms: Array  # mean RMS of the updates so far, for the rolling norms
     moves: Array  # steps in which the slice moved: 0 until its first non-zero gradient
     skipped: Array  # steps left out because the gradient was not finite
@@ -53,15 +53,18 @@ def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
 def init_moments(config: RuleConfig, axes: Axes, param: Array, momentum_dtype=None) -> Moments:
     """Zeros for a viewed tensor, placed as it is placed."""
     zeros = jnp.zeros_like(param, jnp.float32)
-    row, col = (jnp.sum(zeros, a, keepdims=True) for a in (axes.rows, axes.cols))
+    decays = len(config.factored_decays)
+    rows, cols = (
+        jnp.stack([jnp.sum(zeros, a, keepdims=True)] * decays) for a in (axes.rows, axes.cols)
+    )
     count = jnp.sum(zeros, axes.fate, keepdims=True).astype(jnp.int32)
     return Moments(
         momentum=tuple(
             jnp.zeros_like(zeros, momentum_dtype or jnp.float32) for _ in config.momentum_decays
         ),
         rms=zeros,
-        rows=tuple(jnp.copy(row) for _ in config.factored_decays),
-        cols=tuple(jnp.copy(col) for _ in config.factored_decays),
+        rows=rows,
+        cols=cols,
         running_rms=jnp.sum(zeros, MATRIX, keepdims=True),
         moves=count,
         skipped=jnp.copy(count),
@@ -76,8 +79,8 @@ def update_moments(
     *,
     skip_nonfinite: bool = True,
     hold_unused: bool = True,
-) -> tuple[Array, Moments, Array]:
-    """The clipped gradient, the new moments, and whether each slice moves.
+) -> tuple[Moments, Array, Array]:
+    """The new moments, whether each slice's gradient is finite, and whether the slice moves.
 
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
@@ -85,27 +88,42 @@ def update_moments(
     peak = reduce_in_turn(jnp.max, jnp.abs(grad), axes.fate)  # NaN and Inf come through
     finite = jnp.isfinite(peak) if skip_nonfinite else jnp.ones_like(peak, bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
-    grad = jnp.clip(grad, -GRADIENT_LIMIT, GRADIENT_LIMIT)
-
-    def decay(rate: float, old: Array, new: Array) -> Array:
-        old = old.astype(jnp.float32)
-        new = rate * old + (1 - rate) * new
-        return jnp.where(finite, new, old) if skip_nonfinite else new
-
-    square = jnp.square(grad)
-    row, col = (jnp.mean(square + FACTORED_FLOOR, a, keepdims=True) for a in (axes.rows, axes.cols))
+    momentum, rms = accumulate(config, grad, moments.momentum, moments.rms, finite)
+    square = jnp.square(clip_gradient(grad)) + FACTORED_FLOOR
+    row, col = (jnp.mean(square, a, keepdims=True) for a in (axes.rows, axes.cols))
+    rates = jnp.asarray(config.factored_decays, jnp.float32).reshape(-1, *[1] * grad.ndim)
     new = Moments(
-        tuple(map(lambda b, m: decay(b, m, grad), config.momentum_decays, moments.momentum)),
-        decay(config.rms_decay, moments.rms, square),
-        tuple(map(lambda b, r: decay(b, r, row), config.factored_decays, moments.rows)),
-        tuple(map(lambda b, c: decay(b, c, col), config.factored_decays, moments.cols)),
+        momentum,
+        rms,
+        _decay(rates, moments.rows, row[None], finite[None]),
+        _decay(rates, moments.cols, col[None], finite[None]),
         moments.running_rms,
         _count(moments.moves, moving),
         _count(moments.skipped, ~finite),
     )
-    if skip_nonfinite:
-        grad = jnp.where(finite, grad, 0.0)
-    return grad, new, moving
+    return new, finite, moving
+
+
+def accumulate(
+    config: RuleConfig, grad: Array, momentum: tuple[Array, ...], rms: Array, finite: Array
+) -> tuple[tuple[Array, ...], Array]:
+    """The momenta and the elementwise second moment after one more gradient."""
+    grad = clip_gradient(grad)
+    rates = config.momentum_decays
+    return (
+        tuple(_decay(b, m, grad, finite) for b, m in zip(rates, momentum, strict=True)),
+        _decay(config.rms_decay, rms, jnp.square(grad), finite),
+    )
+
+
+def clip_gradient(grad: Array) -> Array:
+    """The gradient within ±1000, so that no square overflows."""
+    return jnp.clip(grad, -GRADIENT_LIMIT, GRADIENT_LIMIT)
+
+
+def _decay(rate: float | Array, old: Array, new: Array, finite: Array) -> Array:
+    old = old.astype(jnp.float32)
+    return jnp.where(finite, rate * old + (1 - rate) * new, old)
 
 
 def reduce_in_turn(reduce: Callable, x: Array, axes: tuple[int, ...]) -> Array:

@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.jax.grouping import for_each_shape
-from celo2.jax.moments import Axes, Moments, axes_of, init_moments, update_moments
+from celo2.jax.grouping import for_each_shape, roles_of
+from celo2.jax.moments import (
+    Axes,
+    Moments,
+    accumulate,
+    axes_of,
+    clip_gradient,
+    init_moments,
+    update_moments,
+)
 from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
 from celo2.jax.update import tensor_update
 from celo2.layout import MatrixView
@@ -28,8 +36,8 @@ class Celo2State(NamedTuple):
     count: Array
     momentum: tuple[optax.Params, ...]  # one tree per decay, shaped and sharded like the params
     rms: optax.Params
-    rows: tuple[optax.Params, ...]  # factored second moments; a vector keeps its whole one here
-    cols: tuple[optax.Params, ...]
+    rows: optax.Params  # factored second moments, (decays, …); a vector keeps its whole ones here
+    cols: optax.Params
     running_rms: optax.Params  # mean RMS of the updates so far, for the rolling norms
     moves: optax.Params  # steps in which each matrix moved
     skipped: optax.Params  # steps each matrix sat out because its gradient was not finite
@@ -86,18 +94,29 @@ def scale_by_celo2(
             view = next(views)
             viewed = to_view(param, view)
             moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
-            return _map_whole(lambda x: from_view(x, view, param.shape), moments)
+            # From the stored tensor: folding a sharded axis can lose its sharding.
+            return _map_whole(lambda x: jnp.zeros_like(param, x.dtype), moments)
 
         return _pack(
             jnp.zeros([], jnp.int32), jax.tree.map(init_leaf, params), len(config.momentum_decays)
         )
 
-    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array]:
-        param, grad, moments, moving = job
-        step, running_rms = tensor_update(
-            config, weights, axes, param, grad, moments, newton_schulz_dtype
+    def update_one(axes: Axes, job: tuple) -> tuple[Array, Moments, Array]:
+        param, grad, old = job
+        if grad.size == 0:  # nothing to move, and nothing to take a mean of
+            return param, old._replace(momentum=(), rms=()), old.moves >= 0
+        new, finite, moving = update_moments(
+            config, axes, grad, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
         )
-        return jnp.where(moving, step, 0.0), jnp.where(moving, running_rms, moments.running_rms)
+        grad = jnp.where(finite, clip_gradient(grad), 0.0)
+        step, running_rms = tensor_update(
+            config, weights, axes, param, grad, new, newton_schulz_dtype
+        )
+        running_rms = jnp.where(moving, running_rms, old.running_rms)
+        # What is as large as the tensor is left out: it is cheaper to compute it once more, in
+        # the place of the old, than to carry it out of a loop.
+        small = new._replace(momentum=(), rms=(), running_rms=running_rms)
+        return jnp.where(moving, step, 0.0), small, finite
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -108,29 +127,28 @@ def scale_by_celo2(
         check_same_tree(updates, params)
         grads, treedef = jax.tree.flatten(updates)
         views = views_of(params)
-        memory = _unpack(state, params)
-        jobs, news = [], []
+        memory = _unpack(state, params, len(config.momentum_decays))
+        jobs = []
         for grad, param, view, old in zip(
             grads, jax.tree.leaves(params), views, memory, strict=True
         ):
-            viewed = to_view(grad.astype(jnp.float32), view)
-            axes = axes_of(view, viewed.shape)
+            param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
+            axes = axes_of(view, grad.shape)
+            _check_shapes(old, axes, grad.shape)
             old = _map_whole(lambda x, view=view: to_view(x, view), old)
-            clipped, new, moving = update_moments(
-                config, axes, viewed, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
-            )
-            news.append(new)
-            jobs.append((axes, (to_view(param.astype(jnp.float32), view), clipped, new, moving)))
+            jobs.append((axes, (param, grad, old)))
 
         steps, stored = [], []
-        results = for_each_shape(update_one, jobs)
-        for grad, view, old, new, (step, running_rms) in zip(
-            grads, views, memory, news, results, strict=True
+        results = for_each_shape(update_one, jobs, roles_of(params))
+        for leaf, view, (_, (_, grad, old)), (step, new, finite) in zip(
+            grads, views, jobs, results, strict=True
         ):
-            steps.append(from_view(step, view, grad.shape).astype(grad.dtype))
-            new = _map_whole(lambda x, g=grad, view=view: from_view(x, view, g.shape), new)
-            momentum = tuple(m.astype(old.momentum[0].dtype) for m in new.momentum)
-            stored.append(new._replace(momentum=momentum, running_rms=running_rms))
+            momentum, rms = accumulate(config, grad, old.momentum, old.rms, finite)
+            momentum = tuple(m.astype(old.momentum[0].dtype) for m in momentum)
+            new = new._replace(momentum=momentum, rms=rms)
+            shape = leaf.shape
+            stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
+            steps.append(from_view(step, view, shape).astype(leaf.dtype))
         count = optax.safe_increment(state.count)
         new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
         return treedef.unflatten(steps), new_state
@@ -151,35 +169,37 @@ def _pack(count: Array, moments, decays: int) -> Celo2State:
     def pick(get) -> optax.Params:
         return jax.tree.map(get, moments, is_leaf=lambda x: isinstance(x, Moments))
 
-    def pick_each(name: str) -> tuple[optax.Params, ...]:
-        return tuple(pick(lambda m, i=i: getattr(m, name)[i]) for i in range(decays))
-
     return Celo2State(
         count,
-        pick_each("momentum"),
+        tuple(pick(lambda m, i=i: m.momentum[i]) for i in range(decays)),
         pick(lambda m: m.rms),
-        pick_each("rows"),
-        pick_each("cols"),
+        pick(lambda m: m.rows),
+        pick(lambda m: m.cols),
         pick(lambda m: m.running_rms),
         pick(lambda m: m.moves),
         pick(lambda m: m.skipped),
     )
 
 
-def _unpack(state: Celo2State, params: optax.Params) -> list[Moments]:
+def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
     """The state of each leaf, after checking that it belongs to these parameters."""
-    try:
-        check_same_tree(state.rms, params)
-    except ValueError as error:
-        raise ValueError(f"this optimizer state belongs to another model: {error}") from None
-
-    def each(trees: tuple[optax.Params, ...]) -> list[tuple[Array, ...]]:
-        return list(zip(*map(jax.tree.leaves, trees), strict=True))
-
-    single = (state.rms, state.running_rms, state.moves, state.skipped)
-    return [
-        Moments(momentum, rms, rows, cols, *rest)
-        for momentum, rows, cols, (rms, *rest) in zip(
-            each(state.momentum), each(state.rows), each(state.cols), each(single), strict=True
+    check_same_tree(state.rms, params, "optimizer state")
+    if len(state.momentum) != decays:
+        raise ValueError(
+            f"the optimizer state has {len(state.momentum)} momenta and the rule {decays}: "
+            "it was made with another rule."
         )
-    ]
+
+    momentum = list(zip(*map(jax.tree.leaves, state.momentum), strict=True))
+    rest = map(jax.tree.leaves, state[2:])
+    return [Moments(*leaf) for leaf in zip(momentum, *rest, strict=True)]
+
+
+def _check_shapes(moments: Moments, axes: Axes, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError where the row moments belong to another matrix view."""
+    expected = tuple(1 if i - len(shape) in axes.rows else n for i, n in enumerate(shape))
+    if moments.rows.shape[1:] != expected:
+        raise ValueError(
+            f"the optimizer state has row moments of shape {moments.rows.shape[1:]} for a tensor "
+            f"seen as {shape}: it was made with other views (see `overrides`)."
+        )

@@ -12,9 +12,15 @@ from celo2.rule import RuleConfig
 def leaf_paths(tree) -> list[str]:
     """The path of every leaf, such as "block_0/attention/query/kernel"."""
     return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
+        jax.tree_util.keystr(_unboxed(path), simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def _unboxed(path: tuple) -> tuple:
+    """The path without the box that flax puts around an array: `kernel` for `kernel.value`."""
+    boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path[:-1] if boxed else path
 
 
 def leaf_routes(
@@ -66,24 +72,28 @@ def check_leaves(params) -> None:
             )
 
 
-def check_same_tree(updates, params) -> None:
-    """Raises a ValueError that says how gradients and parameters differ."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        ours, theirs = leaf_paths(updates), leaf_paths(params)
+def check_same_tree(tree, params, what: str = "gradients") -> None:
+    """Raises a ValueError that says how gradients (or another tree) and parameters differ."""
+    if jax.tree.structure(tree) != jax.tree.structure(params):
+        ours, theirs = leaf_paths(tree), leaf_paths(params)
         extra = sorted(set(ours) ^ set(theirs))[:3]
         raise ValueError(
-            f"gradients and parameters are different trees ({len(ours)} and {len(theirs)} leaves"
+            f"{what} and parameters are different trees ({len(ours)} and {len(theirs)} leaves"
             + (f"; only one has {', '.join(extra)})." if extra else ").")
         )
-    leaves = zip(leaf_paths(params), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-    for path, update, param in leaves:
-        if jnp.shape(update) != jnp.shape(param):
+    leaves = zip(leaf_paths(params), jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    for path, leaf, param in leaves:
+        if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
-                f"the gradient of {path} has shape {jnp.shape(update)}, "
-                f"the parameter {jnp.shape(param)}."
+                f"{path} has shape {jnp.shape(leaf)} in the {what} and {jnp.shape(param)} in the "
+                "parameters."
             )
 
 
 def check_overrides_match(overrides: Overrides | None, params) -> None:
-    """Raises a ValueError for an override that matches no leaf of the whole tree."""
-    check_overrides(overrides, leaf_paths(params))
+    """Raises a ValueError for an override that matches no leaf of the whole tree.
+
+    `optax.tree.map_params` makes a state for a tree without leaves, which any override fits.
+    """
+    if paths := leaf_paths(params):
+        check_overrides(overrides, paths)

@@ -1,14 +1,14 @@
 """From features to an update: the MLP, the update form, Newton–Schulz, the output norm."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from celo2.jax.features import build_features
+from celo2.jax.features import Features, Plane, build_features, split_first_layer
 from celo2.jax.moments import MATRIX, Axes, Moments, reduce_in_turn
 from celo2.rule import RuleConfig
 
@@ -32,7 +32,8 @@ def tensor_update(
     newton_schulz_dtype: Any = None,
 ) -> tuple[Array, Array]:
     """The update of one viewed tensor and its new `running_rms` (Algorithm 1, steps 4 to 7)."""
-    kernels = normalize_inputs(weights["w0"], build_features(axes, param, grad, moments))
+    parts = split_first_layer(config, weights["w0"], axes.matrix)
+    kernels = normalize_inputs(parts, build_features(axes, param, grad, moments))
     # The features are built a second time rather than kept: XLA would store ten planes of them.
     param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
     outputs = apply_mlp(weights, kernels, build_features(axes, param, grad, moments))
@@ -42,43 +43,54 @@ def tensor_update(
     return NORMS[config.norm](update, moments)
 
 
-def normalize_inputs(kernel: Array, columns: list[Array]) -> list[Array]:
-    """The first layer with each column's normaliser multiplied in, one kernel for each group.
+def normalize_inputs(parts: list[Array], features: Features) -> list[Array]:
+    """The first layer's parts with each column's normaliser multiplied in.
 
-    Columns of one shape form a group; see `group_by_shape`.
+    Each comes back as (columns, hidden units, batch…, 1, 1).
     """
+    # Sums over one axis at a time: XLA has fast kernels for them on CPUs.
+    planes = jnp.stack([_sum_of_squares(plane) for plane in features.planes])
+    mean_squares = [jnp.sum(planes, -1, keepdims=True) / _matrix_size(features.planes[0].value)]
+    for group in (features.rows, features.cols):
+        if group is not None:
+            mean_squares.append(jnp.mean(jnp.square(group), MATRIX, keepdims=True))
     kernels = []
-    for group in group_by_shape(columns):
-        squares = [jnp.mean(jnp.square(columns[i]), -2, keepdims=True) for i in group]
-        mean_squares = jnp.mean(jnp.concatenate(squares, -2), -1, keepdims=True)
-        rows = kernel[np.array(group)].reshape(*(1,) * (mean_squares.ndim - 2), len(group), -1)
-        kernels.append(rows * lax.rsqrt(mean_squares + EPSILON))
+    for part, mean_square in zip(parts, mean_squares, strict=True):
+        part = part.reshape(*part.shape, *[1] * (mean_square.ndim - 1))
+        kernels.append(part * lax.rsqrt(mean_square + EPSILON)[:, None])
     return kernels
 
 
-def group_by_shape(columns: list[Array]) -> list[list[int]]:
-    """The indices of the columns of each shape, small shapes first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, column in enumerate(columns):
-        groups.setdefault(column.shape, []).append(i)
-    return sorted(groups.values(), key=lambda group: columns[group[0]].size)
+def _sum_of_squares(plane: Plane) -> Array:
+    """The sum of a plane's squares over its rows, (…, 1, columns).
+
+    A factor that is the same for all rows is multiplied in afterwards.
+    """
+    late = [f for f in plane.factors if f.shape[-2] == 1]
+    early = [f for f in plane.factors if f.shape[-2] != 1]
+    total = jnp.sum(jnp.square(math.prod(early, start=plane.value)), -2, keepdims=True)
+    return math.prod(map(jnp.square, late), start=total)
+
+
+def _matrix_size(x: Array) -> int:
+    return x.shape[-2] * x.shape[-1]
 
 
 def apply_mlp(
-    weights: Weights, kernels: list[Array], columns: list[Array]
+    weights: Weights, kernels: list[Array], features: Features
 ) -> tuple[Array, Callable[[], Array]]:
     """The MLP's direction and, when called, its magnitude.
 
     Every hidden unit is a plane of its own, so that XLA runs the whole MLP in one loop over the
-    tensor; a column that is constant along rows or columns is weighted before it is spread out.
+    tensor; row and column features are weighted before they are spread out.
     """
-    hidden = list(weights["b0"])
-    for kernel, group in zip(kernels, group_by_shape(columns), strict=True):
-        for unit in range(len(hidden)):
-            terms = [
-                (kernel[..., j : j + 1, unit : unit + 1], columns[i]) for j, i in enumerate(group)
-            ]
-            hidden[unit] = hidden[unit] + _weighted_sum(terms)
+    planes = [math.prod(plane.factors, start=plane.value) for plane in features.planes]
+    hidden = [
+        bias + _weighted_sum(kernels[0][:, h], planes) for h, bias in enumerate(weights["b0"])
+    ]
+    for kernel, group in zip(kernels[1:], (features.rows, features.cols), strict=False):
+        spread = jnp.sum(kernel * group[:, None], 0)
+        hidden = [unit + spread[h] for h, unit in enumerate(hidden)]
 
     depth = len(weights) // 2
     for layer in range(1, depth - 1):
@@ -91,14 +103,13 @@ def apply_mlp(
 
 
 def _neuron(weights: Weights, layer: int, inputs: list[Array], unit: int) -> Array:
-    kernel, bias = weights[f"w{layer}"], weights[f"b{layer}"]
-    return _weighted_sum([(kernel[i, unit], x) for i, x in enumerate(inputs)]) + bias[unit]
+    return _weighted_sum(weights[f"w{layer}"][:, unit], inputs) + weights[f"b{layer}"][unit]
 
 
-def _weighted_sum(terms: list[tuple[Array, Array]]) -> Array:
-    total = terms[0][0] * terms[0][1]
-    for weight, value in terms[1:]:
-        total = total + weight * value
+def _weighted_sum(weights: Array, values: list[Array]) -> Array:
+    total = weights[0] * values[0]
+    for i in range(1, len(values)):
+        total = total + weights[i] * values[i]
     return total
 
 
@@ -140,6 +151,7 @@ def _gram_polynomial(gram: Array, steps: int) -> Array:
     """
     a, b, c = NEWTON_SCHULZ
     identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    identity = jnp.expand_dims(identity, tuple(range(gram.ndim - 2)))
     total = factor = a * identity + b * gram + c * (gram @ gram)
     for _ in range(steps - 1):
         gram = factor @ gram @ factor

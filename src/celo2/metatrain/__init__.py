@@ -1,0 +1,8 @@
+"""Makes rules: meta-training on many small problems, with everything a long run needs."""
+
+from celo2.metatrain.config import PRESETS, MetaConfig
+from celo2.metatrain.loop import metatrain
+from celo2.metatrain.status import status
+from celo2.metatrain.watch import Diverged, Limits
+
+__all__ = ["PRESETS", "Diverged", "Limits", "MetaConfig", "metatrain", "status"]

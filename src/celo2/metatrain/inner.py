@@ -1,7 +1,7 @@
 """The inner problems: models trained by a rule and by its mirror image, side by side."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from celo2.tasks.images import bank
 from celo2.tasks.layers import cross_entropy
 
 ADAM_B1, ADAM_B2, ADAM_EPSILON = 0.9, 0.95, 1e-8
+EVERY_MATRIX: Mapping[str, str] = {"head.*kernel": "rule"}
 
 
 class Family(NamedTuple):
@@ -28,6 +29,7 @@ class Family(NamedTuple):
     sample: Callable[[Any, Array, Array], Any]  # data, key, index -> batch
     loss: Callable[[Any, Any], Array]  # params, batch -> scalar
     data: Any
+    overrides: Mapping[str, str] | None = EVERY_MATRIX  # of who updates what
 
 
 class Problem(NamedTuple):
@@ -58,24 +60,27 @@ def image_family(sets: tuple[ImageSet, ...], batch: int) -> Family:
 
 
 def task_family(task: Task, name: str) -> Family:
-    """A family of one task."""
+    """A family of one task, whose tensors are updated by whom `celo2` would choose."""
     return Family(
         names=(name,),
         init=task.init,
         sample=lambda data, key, index: task.sample(data, key, "train"),
         loss=lambda params, batch: task.loss(params, batch)[0],
         data=task.data,
+        overrides=None,
     )
 
 
-def inner_optimizer(config: MetaConfig, weights) -> optax.GradientTransformation:
-    """What trains the inner problems: the optimizer users call, on every matrix."""
+def inner_optimizer(
+    config: MetaConfig, weights, overrides: Mapping[str, str] | None = EVERY_MATRIX
+) -> optax.GradientTransformation:
+    """What trains the inner problems: the optimizer users call, by default on every matrix."""
     return celo2(
         config.inner_learning_rate,
         rule=Rule(config.rule, weights),
         adam_learning_rate=config.adam_multiplier * config.inner_learning_rate,
         adam=uncorrected_adam(),
-        overrides={"head.*kernel": "rule"} if config.rule.vectors == "adam" else None,
+        overrides=overrides if config.rule.vectors == "adam" else None,
     )
 
 
@@ -104,7 +109,7 @@ def start(config: MetaConfig, family: Family, weights, index: Array, key: Array)
     bounds = config.augmentation_range
     scales = sample_scales(config.augmentation, bounds, scales_key, params)
     params = jax.tree.map(lambda p: jnp.stack([p, p]), shrink(params, scales))
-    optimizer = jax.vmap(inner_optimizer(config, weights).init)(params)
+    optimizer = jax.vmap(inner_optimizer(config, weights, family.overrides).init)(params)
     length = sample_length(config, length_key)
     return Problem(index, params, scales, optimizer, jnp.zeros([], jnp.int32), length)
 
@@ -130,7 +135,8 @@ def unroll(
             return family.loss(expand(params, problem.scales), batch)
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, optimizer = inner_optimizer(config, weights).update(grads, optimizer, params)
+        tx = inner_optimizer(config, weights, family.overrides)
+        updates, optimizer = tx.update(grads, optimizer, params)
         loss = jnp.where(jnp.isnan(loss), config.highest_loss, loss)
         loss = jnp.clip(loss, 0.0, config.highest_loss)
         return optax.apply_updates(params, updates), optimizer, loss

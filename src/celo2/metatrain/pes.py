@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from celo2.metatrain.config import MetaConfig
-from celo2.metatrain.inner import Family, Problem, start, unroll
+from celo2.metatrain.inner import Family, Problem, sample_length, start, unroll
+
+NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
 
 
 class PESState(NamedTuple):
@@ -22,7 +24,7 @@ class Estimate(NamedTuple):
 
     gradient: dict[str, Array]
     losses: Array  # the mean loss of each problem's pair
-    restarts: Array
+    steps: Array  # by which each problem advanced
 
 
 def init_state(config: MetaConfig, family: Family, weights, numbers: Array, key: Array) -> PESState:
@@ -46,7 +48,7 @@ def estimate(
     A problem's random numbers depend on `key` and its number alone, not on which device has it.
     """
     if config.estimator == "full_es":
-        length = _whole_unroll(config, jax.random.fold_in(key, -1))
+        length = sample_length(config, jax.random.fold_in(key, NO_PROBLEM))
 
     def one(state: PESState, number: Array) -> tuple[PESState, Estimate]:
         keys = jax.random.split(jax.random.fold_in(key, number), 3)
@@ -60,12 +62,13 @@ def estimate(
         total = jax.tree.map(lambda old, new: kept * old + new, state.perturbation, noise)
         twins = jax.tree.map(lambda w, e: jnp.stack([w + e, w - e]), weights, noise)
         if config.estimator == "full_es":
-            problem, losses = _unroll_whole(config, family, data, twins, problem, keys[2], length)
+            moved, losses = _unroll_whole(config, family, data, twins, problem, keys[2], length)
         else:
-            problem, losses = unroll(config, family, data, twins, problem, keys[2])
+            moved, losses = unroll(config, family, data, twins, problem, keys[2])
         slope = (losses[0] - losses[1]) / (2 * config.sigma**2)
         gradient = jax.tree.map(lambda e: slope * e, total)
-        return PESState(problem, total), Estimate(gradient, jnp.mean(losses), done)
+        steps = moved.step - problem.step
+        return PESState(moved, total), Estimate(gradient, jnp.mean(losses), steps)
 
     state, each = jax.vmap(one)(state, numbers)
     gradient = jax.tree.map(lambda g: jnp.sum(g, 0), each.gradient)
@@ -80,12 +83,6 @@ def perturb(config: MetaConfig, weights, key: Array):
         config.sigma * jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)
     ]
     return treedef.unflatten(noise)
-
-
-def _whole_unroll(config: MetaConfig, key: Array) -> Array:
-    from celo2.metatrain.inner import sample_length
-
-    return sample_length(config, key)
 
 
 def _unroll_whole(config, family, data, twins, problem, key, length):

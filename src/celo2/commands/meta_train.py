@@ -1,0 +1,233 @@
+"""`celo2 meta-train`: a run from the command line, with a progress bar."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from celo2.commands import trackers
+from celo2.commands.signals import Asked, stop_on_signal
+from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, metatrain
+from celo2.metatrain.config import from_fields, read_toml, to_fields
+from celo2.metatrain.family import count_problems
+from celo2.metatrain.folder import RunFolder
+from celo2.rule import Rule
+
+DIVERGED = 3  # exit status
+Flat = tyro.conf.arg(name="")  # --learning-rate, not --meta.learning-rate
+
+
+@dataclass(frozen=True)
+class Options:
+    """Meta-train a rule.
+
+    Without image sets at hand it trains on scikit-learn's digits. Ctrl-C and SIGTERM save first
+    (exit status 130 and 143), a second one ends at once; a run that diverged has status 3.
+
+    Args:
+        out: the run's folder.
+        meta: the config.
+        preset: the config to start from; options below change single fields of it.
+        config: a TOML file whose fields come before the preset's; options come before both.
+        resume: continue where there is a checkpoint, else start.
+        minutes: save and stop after that long.
+        init_from: the rule a new run starts from: a file, a shipped name or an hf:// address.
+        checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
+        data: folder of the image sets; by default CELO2_DATA, else the cache folder.
+        devices: CPU devices of this process to spread the problems over; by default one for each
+            core, or 1 if there are several processes.
+        try_every: iterations between tries on held-out problems; 0 never tries.
+        try_size: how long those tries are.
+        patience: iterations in a row that may go wrong before a run is given up.
+        max_weight_norm: norm of the rule's weights above which a run is given up.
+        tensorboard: write to RUN_DIR/tensorboard too.
+        wandb: send to Weights & Biases too.
+        distributed: be one of several processes; their address, number and count are found in the
+            environment (SLURM, MPI, TPU pods) unless given below.
+        coordinator: host:port of process 0.
+        process_id: number of this process.
+        process_count: of all processes.
+    """
+
+    out: str
+    meta: Annotated[MetaConfig, Flat]
+    preset: Literal["celo2", "celo2-base"] = "celo2"
+    config: str | None = None
+    resume: bool = False
+    minutes: float | None = None
+    init_from: str | None = None
+    checkpoint_every: int | None = None
+    data: str | None = None
+    devices: int | None = None
+    try_every: int = 2000
+    try_size: Literal["quick", "full"] = "full"
+    patience: int = 100
+    max_weight_norm: float = 1e3
+    tensorboard: bool = False
+    wandb: bool = False
+    distributed: bool = False
+    coordinator: str | None = None
+    process_id: int | None = None
+    process_count: int | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command and gives its exit status."""
+    options = parse(arguments)
+    sys.path.insert(0, os.getcwd())  # where --task looks, as python -m does
+    set_up_logging()
+    start_devices(options)
+    primary = jax.process_index() == 0
+    with stop_on_signal(_say if primary else lambda text: None) as asked:
+        rows = _train(options, asked)
+        try:
+            *_, end = _show(rows, options.meta.iterations) if primary else rows
+        except Diverged as error:
+            _say(str(error))
+            return DIVERGED
+    return asked.status if end["reason"] == "stopped" else 0
+
+
+def parse(arguments: list[str]) -> Options:
+    """The options; fields of the config come from the command line, else from --config, else from
+    --preset. A resumed run that names neither starts from its own config."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset")
+    first.add_argument("--config")
+    first.add_argument("--out")
+    first.add_argument("--resume", action="store_true")
+    known, _ = first.parse_known_args(arguments)
+    base = PRESETS.get(known.preset or "celo2", PRESETS["celo2"])
+    if known.config:
+        base = read_toml(known.config, base)
+    elif known.resume and known.out and not known.preset:
+        stored = RunFolder(Path(known.out)).read_config()
+        base = from_fields(stored["config"]) if stored else base
+    default = Options(out=tyro.MISSING, meta=base)
+    return tyro.cli(Options, prog="celo2 meta-train", args=arguments, default=default)
+
+
+def set_up_logging() -> None:
+    """Our own messages as lines of the command, and none of orbax, which logs tracebacks."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("celo2: %(message)s"))
+    ours = logging.getLogger("celo2")
+    ours.handlers, ours.propagate = [handler], False
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def start_devices(options: Options) -> None:
+    """Joins the other processes, and makes as many CPU devices as cores can share the problems."""
+    several = options.distributed or options.coordinator is not None
+    devices = options.devices
+    if devices is None and several:
+        devices = 1
+    elif devices is None:
+        devices = largest_divisor(count_problems(options.meta, options.data), cores())
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
+    if several:
+        jax.distributed.initialize(options.coordinator, options.process_count, options.process_id)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` up to `limit`."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
+    send: list[trackers.Tracker] = []
+    rows = metatrain(
+        options.meta,
+        options.out,
+        data=options.data,
+        resume=options.resume,
+        init_from=options.init_from,
+        minutes=options.minutes,
+        checkpoint_every=options.checkpoint_every,
+        try_rule=_held_out(options),
+        try_every=max(options.try_every, 1),
+        limits=Limits(options.max_weight_norm, options.patience),
+        stop=asked,
+    )
+    for row in rows:
+        if row["kind"] == "start" and jax.process_index() == 0:
+            send = _trackers(options)  # not before: the run may have been refused
+        for tracker in send:
+            tracker(row)
+        yield row
+
+
+def _held_out(options: Options) -> Callable[[Rule], dict[str, Any]] | None:
+    if options.try_every < 1:
+        return None
+    return lambda rule: heldout.try_rule(rule, heldout.problems(size=options.try_size))
+
+
+def _trackers(options: Options) -> list[trackers.Tracker]:
+    out = Path(options.out)
+    chosen = []
+    if options.tensorboard:
+        chosen.append(trackers.tensorboard(out))
+    if options.wandb:
+        chosen.append(trackers.wandb(out, to_fields(options.meta)))
+    return chosen
+
+
+def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
+    """Draws a bar from the rows: meta-loss, inner steps per second, time left."""
+    from tqdm import tqdm
+
+    rows = iter(rows)
+    start = next(rows)  # before the bar: a run that is refused draws none
+    _say(_start_line(start))
+    yield start
+    interval = 0.5 if sys.stderr.isatty() else 30
+    bar = tqdm(
+        initial=start["iteration"],
+        total=total,
+        unit="it",
+        mininterval=interval,
+        dynamic_ncols=True,
+    )
+    with bar:
+        for row in rows:
+            iteration = row["iteration"]
+            if row["kind"] == "train":
+                rate = f"{row['inner_steps_per_second']:,.0f}"
+                bar.set_postfix({"loss": row["loss"], "inner steps/s": rate}, refresh=False)
+                bar.update(iteration - bar.n)
+            elif row["kind"] == "end":
+                bar.close()
+                _say(f"iteration {iteration} of {total}: {row['reason']}")
+            else:
+                text = row.get("cause") or f"held-out score {row.get('score')}"
+                bar.write(f"iteration {iteration}: {text}", file=sys.stderr)
+            yield row
+
+
+def _start_line(row: dict[str, Any]) -> str:
+    verb = "continuing at" if row["iteration"] else "starting at"
+    devices = f"{row['devices']} {row['platform']} device{'s' * (row['devices'] > 1)}"
+    return (
+        f"{verb} iteration {row['iteration']} on {', '.join(row['data'])}, {devices}; "
+        "compiling first"
+    )
+
+
+def _say(text: str) -> None:
+    print(f"celo2: {text}", file=sys.stderr, flush=True)

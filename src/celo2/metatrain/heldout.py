@@ -1,0 +1,214 @@
+"""A rule tried on problems it was not trained on, tuned like AdamW and Muon on the same."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from celo2.jax import celo2
+from celo2.jax.alias import route_all
+from celo2.metatrain.smallconv import digits_convnet
+from celo2.rule import CELO2, Rule, RuleConfig
+from celo2.tasks import TASKS, Task
+
+Size = Literal["quick", "full"]
+
+RATES = 5  # learning rates each optimizer is tuned over
+WARMUP = 0.05  # of the steps
+VALID_BATCHES = 16
+SEED, VALID_SEED = 0, 1
+BASELINE = "adamw"
+
+
+def _by_size(quick: int, full: int) -> dict[Size, int]:
+    return {"quick": quick, "full": full}
+
+
+class Plan(NamedTuple):
+    """A held-out problem before its data are loaded; `steps` and `seeds` by size."""
+
+    make: Callable[[], Task]
+    outputs: int  # classes or tokens
+    steps: Mapping[Size, int]
+    seeds: Mapping[Size, int]
+
+
+# The digits' losses are small and differ from seed to seed: those are averages over several.
+PLANS = {
+    "mlp": Plan(TASKS["digits-mlp"].make, 10, _by_size(150, 400), _by_size(2, 4)),
+    "wide-mlp": Plan(TASKS["digits-mlp-wide"].make, 10, _by_size(50, 200), _by_size(1, 2)),
+    "convnet": Plan(digits_convnet, 10, _by_size(60, 200), _by_size(1, 2)),
+    "transformer": Plan(TASKS["text-tiny"].make, 256, _by_size(50, 200), _by_size(1, 1)),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """A problem to try rules on; `worst` is what a diverged run's loss counts as."""
+
+    name: str
+    task: Task
+    steps: int
+    seeds: int
+    worst: float
+
+
+class Baseline(NamedTuple):
+    """An optimizer to compare with, and the range of its learning rates."""
+
+    make: Callable[[optax.Schedule], optax.GradientTransformation]
+    rates: tuple[float, float]
+
+
+def problems(names: Sequence[str] | None = None, size: Size = "full") -> dict[str, HeldOut]:
+    """The held-out problems of that name, all by default.
+
+    >>> list(problems())
+    ['mlp', 'wide-mlp', 'convnet', 'transformer']
+    """
+    if size not in get_args(Size):
+        raise ValueError(f"size={size!r} is not one of {', '.join(get_args(Size))}.")
+    names = tuple(PLANS) if names is None else names
+    for name in names:
+        if name not in PLANS:
+            raise ValueError(f"{name!r} is not a held-out problem; there are {', '.join(PLANS)}.")
+    return {name: _problem(name, size) for name in names}
+
+
+def try_rule(rule: Rule, problems: Mapping[str, HeldOut]) -> dict[str, Any]:
+    """How well `rule` trains each problem at its best learning rate, and a score.
+
+    The score is the mean over problems of log(loss / AdamW's loss): below 0 is better than AdamW.
+    Another rule of the same config does not compile again.
+
+    >>> try_rule(rule, problems(("mlp",)))  # doctest: +SKIP
+    {'score': -0.31, 'problems': {'mlp': {'loss': 0.1, 'rate': 0.01, 'rates': [...], ...}}}
+    """
+    results = {}
+    for name, problem in problems.items():
+        adamw = try_baseline(BASELINE, problem)
+        results[name] = _tune(problem, rule.config, rule.weights) | {BASELINE: adamw["loss"]}
+    ratios = [math.log(r["loss"] / r[BASELINE]) for r in results.values()]
+    return {"score": sum(ratios) / len(ratios), "problems": results}
+
+
+@cache
+def try_baseline(name: str, problem: HeldOut) -> dict[str, Any]:
+    """The same for one of BASELINES: its loss at its best rate, that rate, and the whole curve."""
+    return _tune(problem, name, {})
+
+
+def rates_of(kind: str | RuleConfig) -> list[float]:
+    """The learning rates an optimizer is tuned over, log-spaced."""
+    low, high = BASELINES[kind].rates if isinstance(kind, str) else RULE_RATES
+    return [float(f"{rate:.3g}") for rate in np.geomspace(low, high, RATES)]
+
+
+@cache
+def _problem(name: str, size: Size) -> HeldOut:
+    # Cached, since compiled programs and AdamW's results are kept by problem.
+    plan = PLANS[name]
+    return HeldOut(
+        name, plan.make(), plan.steps[size], plan.seeds[size], 1.5 * math.log(plan.outputs)
+    )
+
+
+def _tune(problem: HeldOut, kind: str | RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    rates = rates_of(kind)
+    weights = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    keys = jax.random.split(jax.random.key(SEED), problem.seeds)
+    starts = [problem.task.init(key) for key in keys]
+    starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
+    found = _program(problem, kind)(problem.task.data, starts, keys, weights, jnp.asarray(rates))
+    losses = np.nan_to_num(np.asarray(found, np.float64), nan=np.inf)  # [rates, seeds]
+    losses = np.minimum(losses, problem.worst).mean(1).tolist()
+    best = int(np.argmin(losses))
+    return {"loss": losses[best], "rate": rates[best], "rates": rates, "losses": losses}
+
+
+@cache
+def _program(problem: HeldOut, kind: str | RuleConfig) -> Callable[..., Array]:
+    """data, starts, keys, weights, rates -> final validation losses [rates, seeds], compiled."""
+    task = problem.task
+    shape = _schedule(problem.steps)
+
+    def final_loss(data, params, key: Array, weights, rate: Array) -> Array:
+        tx = _optimizer(kind, weights, lambda count: rate * shape(count))
+
+        def step(carry, key: Array):
+            params, state = carry
+            batch = task.sample(data, key, "train")
+            grads, _ = jax.grad(task.loss, has_aux=True)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        keys = jax.random.split(key, problem.steps)
+        (params, _), _ = lax.scan(step, (params, tx.init(params)), keys)
+        valid_keys = jax.random.split(jax.random.key(VALID_SEED), VALID_BATCHES)
+        return jnp.mean(
+            lax.map(lambda k: task.loss(params, task.sample(data, k, "valid"))[0], valid_keys)
+        )
+
+    # One after the other: batched kernels would make slow products on a CPU.
+    @jax.jit
+    def program(data, starts, keys, weights, rates):
+        def at_rate(rate: Array) -> Array:
+            return lax.map(lambda s: final_loss(data, *s, weights, rate), (starts, keys))
+
+        return lax.map(at_rate, rates)
+
+    return program
+
+
+def _schedule(steps: int) -> optax.Schedule:
+    """Linear warm-up to 1, then cosine decay to zero."""
+    return optax.warmup_cosine_decay_schedule(0.0, 1.0, max(1, round(WARMUP * steps)), steps)
+
+
+def _optimizer(
+    kind: str | RuleConfig, weights: Mapping[str, Array], schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    if isinstance(kind, str):
+        return BASELINES[kind].make(schedule)
+    return celo2(schedule, rule=Rule(kind, weights))
+
+
+def _adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(schedule, 0.9, 0.95, weight_decay=0.0)
+
+
+def _muon(schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Muon on what Celo2's rule updates, in the same matrix views, and AdamW on the rest."""
+
+    def dimensions(params):
+        routes = route_all(params, CELO2)
+        return jax.tree.structure(params).unflatten(
+            [
+                optax.contrib.MuonDimensionNumbers(route.view.rows, route.view.columns)
+                if route.updater == "rule"
+                else None
+                for route in routes
+            ]
+        )
+
+    # An RMS like AdamW's, so that one rate suits both.
+    return optax.contrib.muon(
+        schedule,
+        adam_b2=0.95,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=dimensions,
+    )
+
+
+RULE_RATES = (3e-4, 3e-2)
+BASELINES = {
+    "adamw": Baseline(_adamw, (3e-4, 3e-2)),
+    "muon": Baseline(_muon, (1e-3, 1e-1)),
+}

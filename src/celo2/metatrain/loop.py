@@ -1,0 +1,144 @@
+"""The outer loop: iterations, records, checkpoints and rules, until the run ends."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from celo2.metatrain.config import MetaConfig
+from celo2.metatrain.folder import RunFolder, locked
+from celo2.metatrain.opening import in_primary, open_run
+from celo2.metatrain.outer import CHUNK
+from celo2.metatrain.records import Row
+from celo2.metatrain.run import Run, advance, close_run, held_out, record, save_run, some_process
+from celo2.metatrain.watch import Diverged, Limits, Streaks, inspect
+from celo2.rule import Rule
+from celo2.tasks import Task
+
+SAVE_SECONDS = 300.0
+
+
+def metatrain(
+    config: MetaConfig,
+    out: str | PathLike,
+    *,
+    data: str | PathLike | None = None,
+    task: Task | None = None,
+    resume: bool = False,
+    init_from: Rule | str | PathLike | None = None,
+    minutes: float | None = None,
+    checkpoint_every: int | None = None,
+    try_rule: Callable[[Rule], dict[str, Any]] | None = None,
+    try_every: int = 2000,
+    limits: Limits | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Row]:
+    """Meta-trains a rule in the folder `out`, and yields what it records, row by row.
+
+    A row's `kind` is start, train, heldout, warning or end. Leaving the loop early saves first.
+
+    Args:
+        config: what the run is.
+        out: its folder, which only one process may write.
+        data: folder of the image sets; by default CELO2_DATA, else the cache folder.
+        task: a task of your own in place of the images; or name one in the config.
+        resume: continue from the newest checkpoint, if there is one.
+        init_from: the rule a new run starts from, with the same RuleConfig.
+        minutes: after which the run saves and stops.
+        checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
+        try_rule: tries a rule on held-out problems; the lower the `score` it returns, the better.
+        try_every: iterations between those tries.
+        limits: when a diverging run is given up, with a Diverged error.
+        stop: asked between calls of up to ten iterations; True saves and stops.
+
+    >>> from celo2.metatrain import PRESETS, metatrain
+    >>> for row in metatrain(PRESETS["celo2"], "runs/first", minutes=5):  # doctest: +SKIP
+    ...     print(row)
+    """
+    for name, value in (("checkpoint_every", checkpoint_every), ("try_every", try_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    limits = limits or Limits()
+    deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+    folder = RunFolder(Path(out))
+    with ExitStack() as stack:
+        in_primary(lambda: stack.enter_context(locked(folder)))
+        run = open_run(folder, config, data, task, resume, init_from)
+        periods = [period for period in (checkpoint_every, try_rule and try_every) if period]
+        try:
+            yield record(run, run.start_row)
+            yield from (record(run, row) for row in run.findings)
+            if run.iteration >= run.config.iterations:
+                yield {"kind": "end", "iteration": run.iteration, "reason": "finished"}
+                return
+            run.state, _ = run.program.run(run.state, 0)  # compiles
+            yield from _iterate(
+                run, limits, periods, checkpoint_every, try_rule, try_every, stop, deadline
+            )
+        except GeneratorExit:
+            for _ in save_run(run, last=True):
+                pass
+            raise
+        finally:
+            close_run(run)
+
+
+def _iterate(
+    run: Run,
+    limits: Limits,
+    periods: list[int],
+    checkpoint_every: int | None,
+    try_rule: Callable[[Rule], dict[str, Any]] | None,
+    try_every: int,
+    stop: Callable[[], bool],
+    deadline: float,
+) -> Iterator[Row]:
+    total = run.config.iterations
+    streaks, reason = Streaks(), "finished"
+    if run.saved is None:
+        yield from save_run(run)
+    while run.iteration < total:
+        row, metrics = advance(run, next_stop(run.iteration, total, periods) - run.iteration)
+        yield record(run, row)
+        streaks, troubles = inspect(
+            streaks, limits, run.config.highest_loss, run.weight_count, run.iteration, metrics
+        )
+        for trouble in troubles:
+            yield record(run, {"kind": "warning", **trouble._asdict()})
+            if trouble.fatal:
+                yield from _give_up(run, trouble.iteration, trouble.cause)
+        if try_rule and (run.iteration % try_every == 0 or run.iteration == total):
+            yield from held_out(run, try_rule)
+        asked, late, due = some_process(
+            stop(), time.monotonic() > deadline, _is_due(run, checkpoint_every)
+        )
+        if asked or late:
+            reason = "stopped" if asked else "time is up"
+            break
+        # Not while something is wrong: the checkpoints that are kept should be good ones.
+        if due and not any(streaks):
+            yield from save_run(run)
+    yield from save_run(run, last=True)
+    yield record(run, {"kind": "end", "iteration": run.iteration, "reason": reason})
+
+
+def next_stop(iteration: int, total: int, periods: list[int]) -> int:
+    """Where the next compiled call ends: at the end, or a multiple of a period or of CHUNK."""
+    return min(total, *((iteration // period + 1) * period for period in (CHUNK, *periods)))
+
+
+def _is_due(run: Run, checkpoint_every: int | None) -> bool:
+    if checkpoint_every is None:
+        return time.monotonic() - run.saved_at > SAVE_SECONDS
+    return run.iteration % checkpoint_every == 0
+
+
+def _give_up(run: Run, iteration: int, cause: str) -> Iterator[Row]:
+    yield record(run, {"kind": "end", "iteration": run.iteration, "reason": "diverged"})
+    raise Diverged(
+        f"Given up at iteration {iteration}: {cause}. The checkpoint of iteration {run.saved} and "
+        f"its rule are kept in {run.folder.path}; start anew from that rule with a lower learning "
+        "rate."
+    )

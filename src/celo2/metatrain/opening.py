@@ -1,0 +1,166 @@
+"""How a run starts: from nothing, from a rule, or where its newest checkpoint left it."""
+
+import os
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from celo2 import weights as files
+from celo2.metatrain import checkpoint, records
+from celo2.metatrain.checkpoint import Checkpoint, Damage
+from celo2.metatrain.config import MetaConfig, differences, from_fields, to_fields
+from celo2.metatrain.family import load_family
+from celo2.metatrain.folder import RunFolder, RunRefused
+from celo2.metatrain.outer import build, make_mesh
+from celo2.metatrain.records import Row
+from celo2.metatrain.run import Run, identity, is_primary, some_process
+from celo2.rule import Rule
+from celo2.tasks import Task
+
+FRESH = {"elapsed": 0.0, "best": None, "tried": None}
+T = TypeVar("T")
+
+
+def open_run(
+    folder: RunFolder,
+    config: MetaConfig,
+    data: str | PathLike | None,
+    task: Task | None,
+    resume: bool,
+    init_from: Rule | str | PathLike | None,
+) -> Run:
+    """A new run, or the one in the folder from its newest checkpoint on."""
+    config = from_fields(to_fields(config))  # so that 1 and 1.0 are the same
+    family, checksums = load_family(config, data, task)
+    program = build(config, family, make_mesh())
+    continues = resume and bool(checkpoint.list_iterations(folder.checkpoints))
+    rule = None if init_from is None or continues else matching_rule(config, init_from)
+    found, damages = in_primary(lambda: _prepare(folder, config, checksums, resume)) or (None, [])
+    found = _share(folder, found)
+    if found is None:
+        state = program.init(None if rule is None else rule.weights)
+        meta: dict[str, Any] = FRESH | {"begun_from": _name_rule(rule, init_from)}
+    else:
+        state, meta = checkpoint.place(found.arrays, program.abstract), found.meta
+    iteration = 0 if found is None else found.iteration
+    return Run(
+        folder=folder,
+        config=config,
+        names=family.names,
+        checksums=checksums,
+        program=program,
+        manager=checkpoint.open_manager(folder.checkpoints),
+        state=state,
+        iteration=iteration,
+        elapsed_before=meta["elapsed"],
+        begun_from=meta["begun_from"],
+        best=meta["best"],
+        tried=meta["tried"],
+        saved=None if found is None else iteration,
+        findings=[_damage_row(iteration, damage) for damage in damages],
+    )
+
+
+def in_primary(action: Callable[[], T]) -> T | None:
+    """What `action` returns in the process that writes; if it fails there, all processes fail."""
+    result, error = None, None
+    if is_primary():
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    if some_process(error is not None)[0]:
+        raise error or RunRefused("Process 0 could not start; see its message.")
+    return result
+
+
+def _prepare(
+    folder: RunFolder, config: MetaConfig, checksums: dict[str, str], resume: bool
+) -> tuple[Checkpoint | None, list[Damage]]:
+    """The checkpoint to go on from, and those put aside; leaves the folder ready to be written."""
+    if folder.has_run() and not resume:
+        raise RunRefused(
+            f"{folder.path} holds a run: continue it with --resume, or choose another --out."
+        )
+    stored = folder.read_config()
+    if stored is not None:
+        check_same(folder, config, checksums, stored)
+    found, damages = checkpoint.read_newest(folder.checkpoints)
+    if found is not None:
+        check_same(folder, config, checksums, found.meta)
+    elif damages:
+        raise RunRefused(
+            f"No checkpoint in {folder.checkpoints} can be read: "
+            + "; ".join(f"{d.iteration}: {d.cause}" for d in damages)
+            + f". Move {folder.path} away and start anew."
+        )
+    for damage in damages:
+        checkpoint.put_aside(folder.checkpoints, damage.iteration, folder.damaged)
+    records.cut(folder.records, 0 if found is None else found.iteration)
+    folder.write_config(identity(config, checksums))
+    return found, damages
+
+
+def _share(folder: RunFolder, found: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that process 0 found, in every process."""
+    if jax.process_count() == 1:
+        return found
+    iteration = int(
+        multihost_utils.broadcast_one_to_all(np.int32(found.iteration if found else -1))
+    )
+    if found is None and iteration >= 0:
+        return checkpoint.read(folder.checkpoints, iteration)
+    return found
+
+
+def check_same(
+    folder: RunFolder, config: MetaConfig, checksums: dict[str, str], stored: dict[str, Any]
+) -> None:
+    """Raises a RunRefused that names every field in which a resumed run would differ.
+
+    `iterations` may change under a constant learning rate, which does not depend on it.
+    """
+    unlike = differences(config, from_fields(stored["config"]))
+    if config.decay == "constant":
+        unlike.pop("iterations", None)
+    lines = [f"{name} is {new!r}, was {old!r}" for name, (new, old) in unlike.items()]
+    old_data = stored["data"]
+    for name in sorted(checksums.keys() | old_data.keys()):
+        new, old = (sums.get(name, "absent")[:12] for sums in (checksums, old_data))
+        if checksums.get(name) != old_data.get(name):
+            lines.append(f"data {name} has SHA-256 {new}, had {old}")
+    if lines:
+        raise RunRefused(
+            f"{folder.path} holds another run: {'; '.join(lines)}. Resume with what it was started "
+            "with, or choose another --out."
+        )
+
+
+def matching_rule(config: MetaConfig, init_from: Rule | str | PathLike) -> Rule:
+    """The rule to start from, if it computes what the config says."""
+    rule = files.as_rule(init_from)
+    if rule.config != config.rule:
+        theirs = from_fields({"rule": to_fields(MetaConfig(rule=rule.config))["rule"]}, config)
+        unlike = differences(config, theirs).items()
+        raise ValueError(
+            "init_from is a rule of another kind: "
+            + "; ".join(f"{name} is {old!r}, not {new!r}" for name, (new, old) in unlike)
+            + "."
+        )
+    return rule
+
+
+def _damage_row(iteration: int, damage: Damage) -> Row:
+    cause = f"the checkpoint of iteration {damage.iteration} is damaged: {damage.cause}"
+    return {"kind": "warning", "iteration": iteration, "cause": f"{cause}; put aside"}
+
+
+def _name_rule(rule: Rule | None, init_from: Any) -> dict[str, str] | None:
+    if rule is None:
+        return None
+    name = "a Rule" if isinstance(init_from, Rule) else os.fspath(init_from)
+    return {"rule": name, "sha256": files.digest(rule)}

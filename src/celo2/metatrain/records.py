@@ -1,0 +1,71 @@
+"""What happened in a run, as JSON lines: one file, one row each."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read(path: str | Path) -> list[Row]:
+    """All rows of a file, none if there is no such file.
+
+    A line that is no JSON object is passed over: its writer was killed, or the disk was full.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [row for line in lines if isinstance(row := _parse(line), dict)]
+
+
+def append(path: str | Path, row: Row) -> None:
+    """Adds a row in one write, so that a reader sees at most the last one in part."""
+    with open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        torn = end > 0 and file.read(1) != b"\n"
+        file.write(b"\n" * torn + _line(row))
+
+
+def cut(path: str | Path, iteration: int) -> None:
+    """Drops the rows after `iteration`, and what is torn: they are made again."""
+    path = Path(path)
+    kept = b"".join(_line(row) for row in read(path) if row.get("iteration", 0) <= iteration)
+    if path.exists() and path.read_bytes() != kept:
+        write_whole(path, kept)
+
+
+def clean(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinities are None, tuples are lists."""
+    if isinstance(value, dict):
+        return {str(key): clean(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,72 @@
+"""What a run is doing, read from its folder without touching it."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from celo2.metatrain import checkpoint, records
+from celo2.metatrain.folder import RunFolder, is_alive, read_owner
+from celo2.metatrain.records import Row
+
+RECENT = 50  # rows
+
+
+def status(out: str | PathLike) -> dict[str, Any]:
+    """How far a run is, how it does, and the digest of its newest whole checkpoint.
+
+    Equal digests mean equal runs: it is over the state's arrays, the config and the data.
+    """
+    folder = RunFolder(Path(out))
+    stored = folder.read_config()
+    if stored is None:
+        raise FileNotFoundError(f"{folder.path} holds no run: it has no {folder.config.name}.")
+    rows = records.read(folder.records)
+    alive = is_alive(folder)
+    found, damages = checkpoint.read_newest(folder.checkpoints)
+    train = _newest(rows, "train")
+    saved = None if found is None else found.iteration
+    return {
+        "run": str(folder.path),
+        "state": _state(alive, stored, rows, saved),
+        "process": read_owner(folder) if alive else None,
+        "iteration": max(train.get("iteration", 0), saved or 0),
+        "iterations": stored["config"]["iterations"],
+        "loss": train.get("loss"),
+        "losses": train.get("losses", {}),
+        "elapsed": train.get("elapsed", 0.0),
+        "seconds_left": _seconds_left(stored, rows),
+        "inner_steps_per_second": train.get("inner_steps_per_second"),
+        "checkpoint": saved,
+        "checkpoints": checkpoint.list_iterations(folder.checkpoints),
+        "damaged": {str(damage.iteration): damage.cause for damage in damages},
+        "digest": None if found is None else found.meta["digest"],
+        "best": None if found is None else found.meta["best"],
+        "warnings": [row for row in rows if row.get("kind") == "warning"],
+        "data": stored["data"],
+        "version": stored["version"],
+    }
+
+
+def _newest(rows: list[Row], kind: str) -> Row:
+    return next((row for row in reversed(rows) if row.get("kind") == kind), {})
+
+
+def _state(alive: bool, stored: dict[str, Any], rows: list[Row], saved: int | None) -> str:
+    if alive:
+        return "running"
+    if _newest(rows, "end").get("reason") == "diverged":
+        return "diverged"
+    finished = saved is not None and saved >= stored["config"]["iterations"]
+    return "finished" if finished else "stopped"
+
+
+def _seconds_left(stored: dict[str, Any], rows: list[Row]) -> float | None:
+    """From the pace of the last rows of one process."""
+    since = max((i for i, row in enumerate(rows) if row.get("kind") == "start"), default=0)
+    train = [row for row in rows[since:] if row.get("kind") == "train"][-RECENT:]
+    if len(train) < 2:
+        return None
+    pace = (train[-1]["elapsed"] - train[0]["elapsed"]) / (
+        train[-1]["iteration"] - train[0]["iteration"]
+    )
+    return round(pace * max(stored["config"]["iterations"] - train[-1]["iteration"], 0), 1)

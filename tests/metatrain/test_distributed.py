@@ -1,0 +1,79 @@
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_runs import FLAGS, of_kind, run, shared_programs, tiny
+
+from celo2.metatrain import records
+from celo2.metatrain.checkpoint import read
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+__all__ = ["shared_programs"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_processes(out, count, *options) -> None:
+    """The command in `count` processes of two devices each."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "celo2.cli", "meta-train", *FLAGS, "--out", str(out)]
+    command += ["--devices", "2", "--coordinator", f"localhost:{free_port()}", *options]
+    processes = [
+        subprocess.Popen(
+            [*command, "--process-count", str(count), "--process-id", str(number)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=110)
+            assert process.returncode == 0, err
+    finally:
+        for process in processes:
+            process.kill()  # SIGTERM would be caught, and saved first
+
+
+def test_two_processes_find_the_gradient_of_one_device(tmp_path):
+    run_processes(tmp_path / "two", 2, "--iterations", "2", "--checkpoint-every", "1")
+    run(tmp_path / "one", tiny(iterations=2), checkpoint_every=1)
+    two, one = (read(tmp_path / name / "checkpoints", 1) for name in ("two", "one"))
+    for name in ("w0", "b0", "w1", "b1"):
+        moment = f"outer.0.mu.{name}"  # a tenth of the first gradient
+        scale = np.abs(one.arrays[moment]).max()
+        assert scale > 0
+        np.testing.assert_allclose(
+            two.arrays[moment], one.arrays[moment], rtol=1e-2, atol=1e-2 * scale
+        )
+    rows = [of_kind(records.read(tmp_path / n / "records.jsonl"), "train") for n in ("two", "one")]
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["inner_steps"] == theirs["inner_steps"]
+
+
+@pytest.mark.slow
+def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes(tmp_path):
+    run_processes(tmp_path / "whole", 2, "--iterations", "8")
+    run_processes(tmp_path / "cut", 2, "--iterations", "4")
+    run_processes(tmp_path / "cut", 2, "--iterations", "8", "--resume")
+    whole, cut = (read(tmp_path / name / "checkpoints", 8) for name in ("whole", "cut"))
+    assert whole.meta["digest"] == cut.meta["digest"]
+    rows = run(tmp_path / "cut", tiny(iterations=10), resume=True)
+    assert rows[0]["iteration"] == 8 and rows[-1]["iteration"] == 10
+
+
+@pytest.mark.slow
+def test_refusal_ends_all_processes(tmp_path):
+    run(tmp_path, tiny(iterations=1))
+    with pytest.raises(AssertionError, match="holds a run|Process 0 could not start"):
+        run_processes(tmp_path, 2, "--iterations", "1")

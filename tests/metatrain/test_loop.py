@@ -1,0 +1,277 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+from tiny_runs import TINY, digest, newest, of_kind, run, shared_build, shared_programs, tiny
+
+import celo2
+from celo2.metatrain import (
+    Diverged,
+    Limits,
+    checkpoint,
+    metatrain,
+    opening,
+    records,
+    status,
+    watch,
+)
+from celo2.metatrain.config import to_fields
+from celo2.metatrain.family import load_family
+from celo2.metatrain.folder import RunFolder, RunRefused
+from celo2.metatrain.loop import next_stop
+from celo2.rule import CELO2, Rule, initial_weights
+from celo2.weights import digest as digest_of
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+__all__ = ["shared_programs"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of twelve iterations that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "build", shared_build)
+        return out, run(out)
+
+
+def stop_after(iteration, rows):
+    """Takes rows up to that iteration and leaves."""
+    taken = []
+    for row in rows:
+        taken.append(row)
+        if row["kind"] == "train" and row["iteration"] >= iteration:
+            break
+    rows.close()
+    return taken
+
+
+def test_every_iteration_is_recorded_once_with_its_numbers(whole_run):
+    out, rows = whole_run
+    assert [row["kind"] for row in rows] == ["start", "train", "train", "end"]
+    assert records.read(out / "records.jsonl") == rows
+    train = of_kind(rows, "train")
+    assert [row["iteration"] for row in train] == [10, 12]
+    assert train[0]["losses"] == {"digits": train[0]["loss"]}
+    assert train[0]["inner_steps"] == 10 * 4 * 2 * 5
+    assert 1 < train[0]["loss"] < 3 and train[0]["gradient_norm"] > 0
+    assert rows[-1] == {"kind": "end", "iteration": 12, "reason": "finished"}
+
+
+def test_rule_is_exported_with_its_origin(whole_run):
+    out, _ = whole_run
+    rule = celo2.load(out / "rule.safetensors")
+    np.testing.assert_array_equal(rule.weights["w0"], newest(out).arrays["weights.w0"])
+    assert rule.origin["iterations"] == 12 and rule.origin["seed"] == 0
+    assert rule.origin["config"]["rule"]["hidden"] == [4]
+    assert rule.origin["data"] == load_family(TINY).checksums
+    assert rule.origin["version"] == celo2.__version__
+    assert rule.origin["hours"] >= 0
+
+
+def test_resume_equals_uninterrupted_run(whole_run, tmp_path):
+    for _ in range(3):  # once more than needed: a finished run stays as it is
+        rows = run(tmp_path / "run", resume=True, stop=lambda: True)
+    assert rows[-1]["reason"] == "finished"
+    assert digest(tmp_path / "run") == digest(whole_run[0])
+    stored = of_kind(records.read(tmp_path / "run" / "records.jsonl"), "train")
+    expected = of_kind(whole_run[1], "train")
+    for ours, theirs in zip(stored, expected, strict=True):
+        assert ours["iteration"] == theirs["iteration"] and ours["loss"] == theirs["loss"]
+
+
+def test_how_a_run_is_cut_into_calls_does_not_change_it(whole_run, tmp_path):
+    rows = run(tmp_path / "run", checkpoint_every=3, try_every=4, try_rule=lambda rule: {})
+    cuts = [row["iteration"] for row in of_kind(rows, "train")]
+    assert cuts == [3, 4, 6, 8, 9, 10, 12]
+    assert digest(tmp_path / "run") == digest(whole_run[0])
+
+
+def test_next_stop_is_the_nearest_boundary():
+    stops = list(itertools.accumulate(range(8), lambda i, _: next_stop(i, 25, [7]), initial=0))
+    assert stops[:7] == [0, 7, 10, 14, 20, 21, 25]
+
+
+def test_leaving_the_loop_saves_first(whole_run, tmp_path):
+    stop_after(10, metatrain(TINY, tmp_path / "run"))
+    assert newest(tmp_path / "run").iteration == 10
+    rows = run(tmp_path / "run", resume=True)
+    assert rows[0]["iteration"] == 10
+    assert digest(tmp_path / "run") == digest(whole_run[0])
+
+
+def test_time_limit_saves_and_stops(tmp_path):
+    rows = run(tmp_path / "run", tiny(iterations=10**6), minutes=0)
+    assert rows[-1] == {"kind": "end", "iteration": 10, "reason": "time is up"}
+    assert newest(tmp_path / "run").iteration == 10
+
+
+def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path):
+    rows = metatrain(tiny(iterations=30), tmp_path / "run", checkpoint_every=10)
+    stop_after(10, rows)
+    path = tmp_path / "run" / "records.jsonl"
+    records.append(path, {"kind": "train", "iteration": 20, "loss": 1.0})
+    path.write_bytes(path.read_bytes() + b'{"kind": "tra')
+    run(tmp_path / "run", tiny(iterations=30), resume=True)
+    iterations = [row["iteration"] for row in of_kind(records.read(path), "train")]
+    assert iterations == [10, 20, 30]
+    assert b'"tra\n' not in path.read_bytes()
+
+
+def test_existing_run_is_refused_without_resume(whole_run):
+    before = digest(whole_run[0])
+    with pytest.raises(RunRefused, match="holds a run: continue it with --resume"):
+        run(whole_run[0])
+    assert digest(whole_run[0]) == before
+
+
+def test_resume_without_a_run_starts_one(tmp_path):
+    rows = run(tmp_path / "run", tiny(iterations=1), resume=True)
+    assert rows[0]["iteration"] == 0 and rows[-1]["iteration"] == 1
+
+
+def test_resume_with_another_config_names_every_difference(whole_run):
+    other = tiny(learning_rate=1.0, rule=celo2.RuleConfig(hidden=(4,), form="d_exp_m"))
+    with pytest.raises(RunRefused) as caught:
+        run(whole_run[0], other, resume=True)
+    text = str(caught.value)
+    assert "learning_rate is 1.0, was 5e-05" in text
+    assert "rule.form is 'd_exp_m', was 'd'" in text
+    assert "sigma" not in text
+
+
+def test_resume_with_other_data_is_refused(whole_run, monkeypatch):
+    family, _ = load_family(TINY)
+    monkeypatch.setattr(opening, "load_family", lambda *_: (family, {"digits": "0" * 64}))
+    with pytest.raises(RunRefused, match="data digits has SHA-256 000000000000, had"):
+        run(whole_run[0], resume=True)
+
+
+def test_a_run_can_be_made_longer_under_a_constant_rate(tmp_path):
+    run(tmp_path / "short", tiny(iterations=3))
+    run(tmp_path / "short", tiny(iterations=5), resume=True)
+    run(tmp_path / "long", tiny(iterations=5))
+    assert digest(tmp_path / "short") == digest(tmp_path / "long")
+
+
+def test_a_run_with_cosine_decay_keeps_its_length(tmp_path):
+    out = RunFolder(tmp_path)
+    config = tiny(decay="cosine")
+    out.write_config({"config": to_fields(config), "data": load_family(TINY).checksums})
+    with pytest.raises(RunRefused, match="iterations is 13, was 12"):
+        run(tmp_path, tiny(decay="cosine", iterations=13), resume=True)
+
+
+def test_run_starts_from_a_given_rule(tmp_path):
+    rule = Rule(TINY.rule, initial_weights(TINY.rule, np.random.default_rng(5)))
+    rows = metatrain(TINY, tmp_path / "run", init_from=rule)
+    next(rows)
+    rows.close()  # saves, before the first iteration
+    made = celo2.load(tmp_path / "run" / "rule.safetensors")
+    np.testing.assert_array_equal(made.weights["w1"], rule.weights["w1"])
+    assert made.origin["init_from"] == {"rule": "a Rule", "sha256": digest_of(rule)}
+
+
+def test_rule_of_another_kind_is_refused_before_anything_is_written(tmp_path):
+    rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(5)))
+    with pytest.raises(ValueError, match=r"rule.hidden is \[8, 8\], not \[4\]"):
+        run(tmp_path / "run", init_from=rule)
+    assert not RunFolder(tmp_path / "run").has_run()
+
+
+def test_best_rule_is_kept_and_survives_resuming(tmp_path):
+    scores = iter([0.5, 0.1, float("nan"), 0.3])
+
+    def try_rule(rule):
+        return {"score": next(scores)}
+
+    out = tmp_path / "run"
+    rows = metatrain(tiny(iterations=20), out, try_rule=try_rule, try_every=5)
+    taken = stop_after(15, rows)
+    assert [row["score"] for row in of_kind(taken, "heldout")] == [0.5, 0.1]
+    assert celo2.load(out / "best.safetensors").origin["iterations"] == 10
+    rows = run(out, tiny(iterations=20), try_rule=try_rule, try_every=5, resume=True)
+    assert [row["score"] for row in of_kind(rows, "heldout")] == [None]
+    best = celo2.load(out / "best.safetensors")
+    assert best.origin["heldout"] == {"iteration": 10, "score": 0.1}
+    assert json.loads(json.dumps(records.read(out / "records.jsonl")))
+
+
+def give_up(out, limits) -> list[dict]:
+    rows = []
+    with pytest.raises(Diverged) as caught:
+        for row in metatrain(TINY, out, limits=limits, checkpoint_every=5):
+            rows.append(row)
+    assert rows[-1]["kind"] == "end" and rows[-1]["reason"] == "diverged"
+    warning = of_kind(rows, "warning")[-1]
+    assert f"iteration {warning['iteration']}: {warning['cause']}" in str(caught.value)
+    return rows
+
+
+def test_exploding_rule_is_given_up_and_the_last_good_one_kept(tmp_path):
+    rows = give_up(tmp_path / "run", Limits(weight_norm=0.1))
+    assert "weights have norm" in of_kind(rows, "warning")[0]["cause"]
+    assert newest(tmp_path / "run").iteration == 0
+    assert celo2.load(tmp_path / "run" / "rule.safetensors").origin["iterations"] == 0
+    assert status(tmp_path / "run")["state"] == "diverged"
+
+
+def test_checkpoints_wait_while_a_run_is_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "AT_LIMIT", 0.0)
+    rows = give_up(tmp_path / "run", Limits(patience=11))
+    first, last = of_kind(rows, "warning")
+    assert (first["iteration"], first["fatal"]) == (1, False)
+    assert (last["iteration"], last["fatal"]) == (11, True)
+    assert newest(tmp_path / "run").iteration == 0
+
+
+def test_failed_saves_are_reported_and_end_the_run_only_if_they_go_on(tmp_path, monkeypatch):
+    save, calls = checkpoint.save, itertools.count(1)
+
+    def full_disk(*arguments):
+        if next(calls) in failing:
+            raise OSError(28, "No space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    failing = (2, 3)
+    rows = run(tmp_path / "a", checkpoint_every=3)
+    warnings = of_kind(rows, "warning")
+    assert [row["iteration"] for row in warnings] == [3, 6]
+    assert "No space left on device" in warnings[0]["cause"]
+    assert newest(tmp_path / "a").iteration == 12
+    calls, failing = itertools.count(1), range(2, 10)
+    with pytest.raises(OSError, match="the newest is of iteration 0"):
+        run(tmp_path / "b", checkpoint_every=3)
+
+
+def test_own_task_is_meta_trained(tmp_path, monkeypatch):
+    (tmp_path / "my_tasks.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from celo2.tasks import Task\n"
+        "def make():\n"
+        "    return Task(lambda key: {'kernel': jnp.ones((3, 2))},\n"
+        "                lambda data, key, split: data,\n"
+        "                lambda params, batch: (jnp.mean((params['kernel'] - batch) ** 2), {}),\n"
+        "                jnp.zeros((3, 2)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny(task="my_tasks:make", datasets=None, problems=1, iterations=1)
+    rows = run(tmp_path / "run", config)
+    assert list(rows[1]["losses"]) == ["my_tasks:make"]
+    assert 0.5 < rows[1]["loss"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("nowhere", "is not module:function"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("math:make", "math has no 'make'"),
+        ("os:getcwd", "returned a str, not a Task"),
+    ],
+)
+def test_wrong_task_is_named(task, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", tiny(task=task, datasets=None))

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from celo2.metatrain.config import (
+    PRESETS,
+    MetaConfig,
+    differences,
+    from_fields,
+    read_toml,
+    to_fields,
+)
+from celo2.rule import CELO2_BASE, RuleConfig
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *PRESETS.values(),
+        MetaConfig(datasets=("mnist", "svhn"), unroll=(50, 50), rule=RuleConfig(hidden=(4,))),
+    ],
+)
+def test_config_survives_json(config):
+    assert from_fields(json.loads(json.dumps(to_fields(config)))) == config
+
+
+def test_toml_changes_the_fields_it_names(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text('problems = 2\nsigma = 1\n[rule]\nhidden = [4]\nform = "d_exp_m"\n')
+    config = read_toml(path, PRESETS["celo2-base"])
+    assert (config.problems, config.sigma, type(config.sigma)) == (2, 1.0, float)
+    assert config.rule == RuleConfig((4,), form="d_exp_m", orthogonalize=False, vectors="rule")
+    assert config.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("problem = 2", "problem is not a field; there are rule, iterations"),
+        ("[rule]\nwidth = 3", "rule.width is not a field; there are rule.hidden"),
+        ('problems = "2"', "problems='2' is not of type int"),
+        ("problems = true", "problems=True is not of type int"),
+        ("unroll = [1, 2, 3]", r"unroll=\[1, 2, 3\] is not of type tuple\[int, int\]"),
+        ("rule = 3", "rule=3 is not of type RuleConfig"),
+        ('decay = "linear"', "decay='linear' is not one of constant, cosine"),
+        ("problems = ", "Invalid value"),
+    ],
+)
+def test_mistakes_in_toml_are_named_with_the_file(text, message, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ValueError, match=f"bad.toml: .*{message}"):
+        read_toml(tmp_path / "bad.toml")
+
+
+def test_differences_name_nested_fields():
+    found = differences(MetaConfig(seed=1), MetaConfig(rule=CELO2_BASE))
+    assert found == {
+        "seed": (1, 0),
+        "rule.orthogonalize": (True, False),
+        "rule.vectors": ("adam", "rule"),
+    }
+    assert differences(MetaConfig(), MetaConfig()) == {}

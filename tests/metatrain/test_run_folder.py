@@ -1,0 +1,58 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from celo2.metatrain import records
+from celo2.metatrain.folder import RunFolder, RunRefused, is_alive, locked, read_owner
+
+HOLD = (
+    "import sys, time\n"
+    "from pathlib import Path\n"
+    "from celo2.metatrain.folder import RunFolder, locked\n"
+    "with locked(RunFolder(Path(sys.argv[1]))):\n"
+    "    print('held', flush=True)\n"
+    "    time.sleep(100)\n"
+)
+
+
+def test_second_process_is_refused_until_the_first_is_gone(tmp_path):
+    folder = RunFolder(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    with holder:
+        assert is_alive(folder)
+        with pytest.raises(RunRefused, match=f"written by process {holder.pid} on"):
+            with locked(folder):
+                pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert not is_alive(folder)
+    with locked(folder):
+        assert is_alive(folder) and read_owner(folder)["pid"] == os.getpid()
+
+
+def test_asking_whether_a_run_is_alive_changes_nothing(tmp_path):
+    assert not is_alive(RunFolder(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torn_rows_are_passed_over_and_do_not_swallow_the_next(tmp_path):
+    path = tmp_path / "records.jsonl"
+    records.append(path, {"iteration": 1})
+    path.write_bytes(path.read_bytes() + b'{"iterat')
+    assert records.read(path) == [{"iteration": 1}]
+    records.append(path, {"iteration": 2})
+    assert records.read(path) == [{"iteration": 1}, {"iteration": 2}]
+    records.cut(path, 1)
+    assert path.read_text() == '{"iteration": 1}\n'
+
+
+def test_rows_hold_no_numbers_that_json_lacks(tmp_path):
+    row = records.clean({"a": float("nan"), "b": {"c": (1.5, float("inf"))}})
+    assert row == {"a": None, "b": {"c": [1.5, None]}}
+    records.append(tmp_path / "r", row)
+    assert json.loads((tmp_path / "r").read_text()) == row

@@ -1,0 +1,70 @@
+"""Runs small enough for tests: all share one compiled program."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from celo2.metatrain import MetaConfig, metatrain, opening, status
+from celo2.metatrain.checkpoint import read_newest
+from celo2.metatrain.outer import build
+from celo2.rule import RuleConfig
+
+TINY = MetaConfig(
+    rule=RuleConfig(hidden=(4,)),
+    iterations=12,
+    datasets=("digits",),
+    problems=4,
+    batch=8,
+    truncation=5,
+    unroll=(5, 20),
+    augmentation="none",
+)
+FLAGS = (
+    "--rule.hidden 4 --datasets digits --problems 4 --batch 8 --truncation 5 --unroll 5 20 "
+    "--augmentation none --try-every 0"
+).split()
+
+
+@functools.cache
+def _program(config, names, mesh):
+    return build(config, _families[names], mesh)
+
+
+_families = {}
+
+
+def shared_build(config, family, mesh):
+    """`outer.build`, with what it made before."""
+    # Under a constant rate `iterations` is no part of the program.
+    if config.decay == "constant":
+        config = dataclasses.replace(config, iterations=1)
+    _families.setdefault(family.names, family)
+    return _program(config, family.names, mesh)
+
+
+@pytest.fixture
+def shared_programs(monkeypatch):
+    """Compiles equal configs once for all tests of the process."""
+    monkeypatch.setattr(opening, "build", shared_build)
+
+
+def tiny(**changes) -> MetaConfig:
+    return dataclasses.replace(TINY, **changes)
+
+
+def run(out, config=TINY, **options) -> list[dict]:
+    return list(metatrain(config, out, **options))
+
+
+def digest(out) -> str:
+    return status(out)["digest"]
+
+
+def newest(out):
+    """The newest whole checkpoint of a run."""
+    return read_newest(out / "checkpoints")[0]
+
+
+def of_kind(rows, kind) -> list[dict]:
+    return [row for row in rows if row["kind"] == kind]

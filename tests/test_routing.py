@@ -1,0 +1,267 @@
+"""Who updates what, and in which view, on the trees people have."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+from celo2.jax.trees import leaf_paths, leaf_routes
+from celo2.layout import MatrixView, published_view
+from celo2.routing import as_view, check_overrides, path_names, route
+from celo2.rule import CELO2, CELO2_BASE
+from celo2.tasks import convnet, lm, vit
+
+
+def routes(tree, config=CELO2, **options) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Path → (updater, viewed shape)."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    ways = leaf_routes(tree, config, **options)
+    return {
+        path: (way.updater, way.view.shape(shape))
+        for path, shape, way in zip(leaf_paths(tree), shapes, ways, strict=True)
+    }
+
+
+# Paths of flax models on the Hugging Face hub, of haiku, of Torch modules.
+RULE = {
+    "encoder/layer/0/attention/output/dense/kernel": (8, 8),
+    "bert/encoder/layer/11/attention/self/query/kernel": (8, 8),
+    "encoder/layer/0/intermediate/dense/kernel": (8, 32),
+    "encoder/layer/0/output/dense/kernel": (32, 8),
+    "transformer/h/0/attn/c_attn/kernel": (24, 8),
+    "transformer/h/0/mlp/c_proj/kernel": (32, 8),
+    "params/decoder/block/0/layer/1/EncDecAttention/o/kernel": (8, 8),
+    "model/layers/0/self_attn/o_proj/kernel": (8, 8),
+    "model/layers/0/mlp/gate_proj/kernel": (8, 32),
+    "mlp/~/linear_0/w": (64, 32),
+    "transformer/h0_attn/multi_head_attention/query/w": (8, 8),
+    "layers.0.self_attn.out_proj.weight": (8, 8),
+    "blocks/3/output_gate/kernel": (8, 8),
+    "Dense_0/kernel": (8, 8),
+    "0/w": (8, 8),
+    "header_norm/kernel": (8, 8),
+}
+ADAM = {
+    "embedding": {
+        "transformer/wte/embedding": (50, 8),
+        "transformer/wpe/embedding": (16, 8),
+        "bert/embeddings/word_embeddings/embedding": (50, 8),
+        "bert/embeddings/position_embeddings/embedding": (16, 8),
+        "model/embed_tokens/embedding": (50, 8),
+        "encoder/block/0/layer/0/SelfAttention/relative_attention_bias/embedding": (32, 4),
+        "vit/embeddings/cls_token": (1, 1, 8),
+        "vit/pos_embedding": (1, 17, 8),
+        "tok_emb/table": (50, 8),
+        "position/table": (16, 8),
+        "positional_encoding": (16, 8),
+        "position_ids": (1, 16),
+        "language_model/embedder/input_embedding": (50, 8),
+    },
+    "output head": {
+        "lm_head/kernel": (8, 50),
+        "params/lm_head/kernel": (8, 50),
+        "classifier/kernel": (8, 10),
+        "model.lm_head.weight": (50, 8),
+        "mlm_head/kernel": (8, 50),
+        "unembed/kernel": (8, 50),
+        "unembedding": (8, 50),
+        "decoder/logits_dense/kernel": (8, 50),
+        "value_head/kernel": (8, 3),
+        "params/output/kernel": (8, 10),
+        "out/w": (8, 10),
+    },
+    "vector": {
+        "encoder/layer/0/LayerNorm/scale": (8,),
+        "linear/b": (8,),
+        "blocks/bias": (6, 8),  # stacked layers
+        "attention/query/bias": (2, 4),
+        "norm/scale": (6, 8),
+    },
+    "single element": {"temperature": (), "logit_scale": (1,), "gain": (1, 1)},
+    "empty": {"unused": (0, 8), "nothing": (0,)},
+}
+
+
+@pytest.mark.parametrize("path", RULE)
+def test_hidden_matrix_goes_to_the_rule(path):
+    way = route(path, RULE[path], CELO2)
+    assert (way.updater, way.reason) == ("rule", "matrix")
+    assert way.view.shape(RULE[path]) == RULE[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "reason"),
+    [(path, shape, reason) for reason, paths in ADAM.items() for path, shape in paths.items()],
+)
+def test_embedding_head_and_vector_go_to_adam(path, shape, reason):
+    way = route(path, shape, CELO2)
+    assert (way.updater, way.reason) == ("adam", reason)
+
+
+@pytest.mark.parametrize("reason", ["embedding", "output head", "vector"])
+def test_base_takes_all_that_has_more_than_one_element(reason):
+    for path, shape in ADAM[reason].items():
+        assert route(path, shape, CELO2_BASE).updater == "rule", path
+    for path, shape in (ADAM["single element"] | ADAM["empty"]).items():
+        assert route(path, shape, CELO2_BASE).updater == "adam", path
+
+
+def test_published_base_takes_single_elements_too():
+    assert route("temperature", (), CELO2_BASE, published=True).updater == "rule"
+    assert route("temperature", (), CELO2, published=True).updater == "adam"
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "viewed"),
+    [
+        ("stem/kernel", (3, 3, 4, 8), (36, 8)),
+        ("video/conv/kernel", (2, 3, 3, 4, 8), (72, 8)),
+        ("conv1_d/w", (3, 4, 8), (12, 8)),
+        ("Conv_0/kernel", (3, 4, 8), (12, 8)),
+        ("experts/kernel", (5, 4, 8), (5, 4, 8)),
+        ("layers/mlp/up", (6, 8, 32), (6, 8, 32)),
+        ("attention/query/kernel", (8, 2, 4), (8, 8)),
+        ("attention/value/kernel", (8, 2, 4), (8, 8)),
+        ("attention/value", (8, 2, 4), (8, 8)),
+        ("self_attn/k_proj/kernel", (8, 2, 4), (8, 8)),
+        ("attention/out/kernel", (2, 4, 8), (8, 8)),
+        ("attn/o_proj/kernel", (2, 4, 8), (8, 8)),
+        ("layers/attention/query/kernel", (6, 8, 2, 4), (6, 8, 8)),
+        ("layers/attention/out/kernel", (6, 2, 4, 8), (6, 8, 8)),
+        ("mixer/out/kernel", (2, 4, 8), (2, 4, 8)),  # no attention: a batch
+        ("blocks/bias", (6, 8), (6, 1, 8)),
+    ],
+)
+def test_view_follows_rank_and_name(path, shape, viewed):
+    assert route(path, shape, CELO2_BASE).view.shape(shape) == viewed
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 4, 8), (3, 3, 4, 8)])
+def test_published_view_knows_no_names(shape):
+    for path in ("attention/query/kernel", "conv/kernel", "bias"):
+        assert route(path, shape, CELO2, published=True).view == published_view(len(shape))
+
+
+def test_linen_transformer_is_routed_as_expected():
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            x = linen.Embed(9, 8, name="embed")(tokens)
+            x = x + linen.MultiHeadDotProductAttention(2, name="attention")(x)
+            x = linen.Dense(16, name="up")(linen.LayerNorm()(x))
+            return linen.Dense(9, name="head")(linen.Dense(8)(x))
+
+    params = jax.eval_shape(Block().init, jax.random.key(0), jnp.zeros((1, 3), int))
+    found = routes(params)
+    rule = {path for path, (updater, _) in found.items() if updater == "rule"}
+    attention = {f"params/attention/{name}/kernel" for name in ("query", "key", "value", "out")}
+    assert rule == attention | {"params/up/kernel", "params/Dense_0/kernel"}
+    assert all(found[path] == ("rule", (8, 8)) for path in attention)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(9, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+        self.conv = nnx.Conv(3, 4, (3,), rngs=rngs)
+        self.lm_head = nnx.Linear(8, 9, rngs=rngs)
+        self.table = nnx.Param(jnp.ones((4, 8)))
+
+
+def test_nnx_state_is_routed_as_expected():
+    found = routes(nnx.state(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))), nnx.Param))
+    rule = {path: viewed for path, (updater, viewed) in found.items() if updater == "rule"}
+    attention = dict.fromkeys(
+        (f"attention/{name}/kernel" for name in ("query", "key", "value", "out")), (8, 8)
+    )
+    assert rule == attention | {"layers/0/kernel": (8, 8), "conv/kernel": (9, 4), "table": (4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "adam"),
+    [
+        (lm, lm.CONFIGS["tiny"], {"embed/table", "lm_head/kernel"}),
+        (
+            vit,
+            vit.CONFIGS["tiny"],
+            {f"{name}/{kind}" for name in ("patch_embed", "head") for kind in ("kernel", "bias")}
+            | {"position/table"},
+        ),
+        (convnet, convnet.CONFIGS["tiny"], {"head/kernel", "head/bias", "norm/scale"}),
+    ],
+)
+def test_our_own_models_are_routed_as_expected(model, config, adam):
+    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    found = routes(params)
+    assert adam <= {path for path, (updater, _) in found.items() if updater == "adam"}
+    for path, (updater, viewed) in found.items():
+        if path not in adam and "norm" not in path:
+            assert updater == "rule" and len(viewed) == 2, path
+
+
+def test_first_override_that_matches_counts():
+    view = MatrixView((), (1,), (0,))
+    overrides = {r"^a/kernel$": "adam", "kernel": view, "embed": "rule"}
+    assert route("a/kernel", (4, 8), CELO2, overrides).updater == "adam"
+    assert route("b/kernel", (4, 8), CELO2, overrides) == ("rule", "override 'kernel'", view)
+    assert route("embed", (4, 8), CELO2, overrides)[:2] == ("rule", "override 'embed'")
+    assert route("other", (4, 8), CELO2, overrides).reason == "matrix"
+
+
+@pytest.mark.parametrize(
+    ("wish", "ndim", "view"),
+    [
+        (optax.contrib.MuonDimensionNumbers(), 2, MatrixView((), (0,), (1,))),
+        (optax.contrib.MuonDimensionNumbers(1, 0), 2, MatrixView((), (1,), (0,))),
+        (optax.contrib.MuonDimensionNumbers(-2, -1), 3, MatrixView((0,), (1,), (2,))),
+        (optax.contrib.MuonDimensionNumbers((0, 1), (3,)), 4, MatrixView((2,), (0, 1), (3,))),
+        (MatrixView((0,), (2,), (1,)), 3, MatrixView((0,), (2,), (1,))),
+    ],
+)
+def test_muon_s_dimension_numbers_are_views(wish, ndim, view):
+    assert as_view(wish, ndim, "kernel") == view
+
+
+@pytest.mark.parametrize(
+    ("wish", "ndim", "message"),
+    [
+        (optax.contrib.MuonDimensionNumbers(0, 2), 2, "a/kernel.* does not fit a tensor of 2 axes"),
+        (optax.contrib.MuonDimensionNumbers(0, -3), 2, "does not fit a tensor of 2 axes"),
+        (optax.contrib.MuonDimensionNumbers(), 1, "a/kernel.* does not fit a tensor of 1 axes"),
+        (optax.contrib.MuonDimensionNumbers(), 0, "does not fit a tensor of 0 axes"),
+        (MatrixView((), (0,), (0,)), 2, "a/kernel.* does not fit"),
+        ("sgd", 2, '\'sgd\' for a/kernel is not "rule", "adam", a MatrixView or Muon'),
+        (None, 2, "None for a/kernel is not"),
+    ],
+)
+def test_wrong_wish_is_refused(wish, ndim, message):
+    with pytest.raises(ValueError, match=message):
+        route("a/kernel", (4,) * ndim, CELO2, {"kernel": wish})
+
+
+def test_override_that_matches_nothing_is_refused():
+    paths = [f"layer_{i}/kernel" for i in range(9)]
+    check_overrides({"layer_3": "adam"}, paths)
+    check_overrides(None, paths)
+    with pytest.raises(ValueError, match="'conv' matches no parameter; the paths are layer_0.*, …"):
+        check_overrides({"layer": "adam", "conv": "rule"}, paths)
+
+
+def test_override_that_is_no_regex_is_refused():
+    with pytest.raises(ValueError, match=r"'\(a' is not a regular expression: missing \)"):
+        check_overrides({"(a": "adam"}, ["a"])
+
+
+def test_names_leave_out_wrappers_and_indices():
+    assert path_names("params/Layers/0/Kernel") == ["layers", "kernel"]
+    assert path_names("_orig_mod.module.blocks.3.weight") == ["blocks", "weight"]
+    assert path_names("attention/value/kernel") == ["attention", "value", "kernel"]
+
+
+def test_other_config_fields_do_not_route():
+    config = dataclasses.replace(CELO2, orthogonalize=False, form="d_exp_m")
+    assert route("embed", (4, 8), config) == route("embed", (4, 8), CELO2)

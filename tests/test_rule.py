@@ -1,0 +1,119 @@
+"""Configs and rules: what they hold and what they refuse."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from celo2.rule import (
+    CELO2,
+    CELO2_BASE,
+    FEATURES,
+    Rule,
+    RuleConfig,
+    feature_count,
+    feature_width,
+    initial_weights,
+    weight_shapes,
+)
+
+
+def test_default_rule_is_the_paper_s():
+    assert CELO2 == RuleConfig((8, 8), (0.9, 0.99, 0.999), 0.95, (0.9, 0.99, 0.999))
+    assert (CELO2.form, CELO2.norm, CELO2.orthogonalize, CELO2.vectors) == (
+        "d",
+        "norm",
+        True,
+        "adam",
+    )
+    assert CELO2_BASE == dataclasses.replace(CELO2, orthogonalize=False, vectors="rule")
+    assert sum(math.prod(shape) for shape in weight_shapes(CELO2).values()) == 347
+
+
+def test_feature_table_is_the_specified_one():
+    widths = [feature_width(CELO2, feature) for feature in FEATURES]
+    assert widths == [1, 1, 1, 3, 1, 3, 1, 3, 1, 3, 3, 3, 3, 3]
+    assert [feature.matrices_only for feature in FEATURES] == [False] * 9 + [True] * 5
+    assert feature_count(CELO2) == 30 and feature_count(CELO2, vector=True) == 15
+
+
+@pytest.mark.parametrize("decays", [1, 2, 4])
+def test_first_layer_has_a_row_per_feature_column(decays):
+    config = RuleConfig(
+        hidden=(5,), momentum_decays=(0.9,) * decays, factored_decays=(0.9,) * decays
+    )
+    columns = 6 + 8 * decays
+    assert feature_count(config) == columns
+    assert weight_shapes(config) == {"w0": (columns, 5), "b0": (5,), "w1": (5, 3), "b1": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("form", "m", "form='m' is not one of d, d_exp_m, d_exp_m_avg"),
+        ("norm", "rms", "norm='rms' is not one of raw, norm, norm_clip, rolling_norm, rolling"),
+        ("vectors", "sgd", "vectors='sgd' is not one of adam, rule"),
+        ("hidden", (), "hidden=.. must be a non-empty tuple"),
+        ("hidden", (8, 0), "must hold integers from 1 to 4096"),
+        ("hidden", (8, True), "must hold integers"),
+        ("hidden", (8.0,), "must hold integers"),
+        ("hidden", "88", "must be a non-empty tuple"),
+        ("momentum_decays", (0.9,), "1 entries and factored_decays 3"),
+        ("momentum_decays", (0.9, 0.99, 1.0), "decay 1.0 must be a number in"),
+        ("factored_decays", (0.9, -0.1, 0.5), "decay -0.1 must be"),
+        ("rms_decay", float("nan"), "decay nan must be"),
+        ("rms_decay", "0.9", "decay '0.9' must be"),
+        ("orthogonalize", 1, "orthogonalize=1 must be True or False"),
+    ],
+)
+def test_wrong_field_is_refused_with_its_value(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CELO2, **{field: value})
+
+
+def test_lists_from_a_file_become_tuples():
+    config = RuleConfig(hidden=[8, 8], momentum_decays=[0.9], factored_decays=[0.9])
+    assert config.hidden == (8, 8) and hash(config)
+
+
+def test_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CELO2.form = "d_exp_m"
+
+
+def weights(**changes):
+    new = initial_weights(CELO2, np.random.default_rng(0)) | changes
+    return {name: w for name, w in new.items() if w is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b1": None}, "missing: b1; unknown: none"),
+        ({"w3": np.zeros(1)}, "missing: none; unknown: w3"),
+        ({"w0": np.zeros((32, 8))}, r"w0 has shape \(32, 8\) but this config needs \(30, 8\)"),
+    ],
+)
+def test_rule_refuses_arrays_of_another_config(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(CELO2, weights(**changes))
+
+
+def test_initial_weights_are_cut_normals_and_zero_biases():
+    config = dataclasses.replace(CELO2, hidden=(64, 64))
+    drawn = initial_weights(config, np.random.default_rng(0))
+    assert {name: w.shape for name, w in drawn.items()} == weight_shapes(config)
+    for name, w in drawn.items():
+        assert w.dtype == np.float32
+        if name.startswith("b"):
+            assert not w.any()
+            continue
+        scaled = w * math.sqrt(len(w))
+        assert np.abs(scaled).max() <= 2 + 1e-6
+        assert np.std(scaled) == pytest.approx(0.88, rel=0.1)  # of a normal cut at ±2
+
+
+def test_initial_weights_follow_the_generator():
+    same = [initial_weights(CELO2, np.random.default_rng(seed))["w0"] for seed in (0, 0, 1)]
+    assert np.array_equal(same[0], same[1]) and not np.array_equal(same[0], same[2])
