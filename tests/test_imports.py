@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "routing": {"rule", "layout"},
     "hub": {"rule"},
     "weights": {"rule", "layout", "hub"},
+    "published": {"rule", "weights"},
     "__init__": {"rule", "layout", "weights"},
     "jax": {"rule", "layout", "routing", "weights"},
     "torch": {"rule", "layout", "routing", "weights"},
@@ -26,13 +27,13 @@ MAY_IMPORT = {
     "evaluate": {"rule", "weights", "jax", "tasks"},
     "commands": {"rule", "weights", "tasks", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
-    "cli": {"__init__", "rule", "layout", "hub", "weights"},
+    "cli": {"__init__", "rule", "layout", "hub", "weights", "published"},
 }
 # What it may import besides, inside functions only.
 MAY_IMPORT_LAZILY = {"cli": MAY_IMPORT.keys() - {"cli"}}
 
 # Rooms that must work where no extra is installed, and the packages they may import at once.
-BARE_ROOMS = {"__init__", "rule", "layout", "routing", "weights", "hub", "cli"}
+BARE_ROOMS = {"__init__", "rule", "layout", "routing", "weights", "published", "hub", "cli"}
 BARE_PACKAGES = {"numpy", "safetensors", "msgpack"}
 FOREIGN = {"jax": {"torch"}, "torch": {"jax", "jaxlib", "optax", "flax"}}
 

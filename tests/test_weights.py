@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import celo2
+from celo2 import published as published_module
 from celo2 import weights
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Rule, RuleConfig, initial_weights
 
@@ -484,7 +485,7 @@ def published(config=CELO2, **changes):
 
 def convert(tmp_path, data, config=CELO2):
     (tmp_path / "theta.state").write_bytes(data)
-    return weights.convert(tmp_path / "theta.state", config)
+    return published_module.convert(tmp_path / "theta.state", config)
 
 
 @pytest.mark.parametrize("config", [CELO2, CELO2_BASE, WIDE])
@@ -578,7 +579,7 @@ def test_published_checkpoint_becomes_the_published_rule():
     file = os.environ.get("CELO2_PUBLISHED") or find_beside("published/celo2_theta.state")
     if not file:
         pytest.skip("set CELO2_PUBLISHED to the authors' theta.state to run this")
-    rule = weights.convert(file)
+    rule = published_module.convert(file)
     assert rule.config == CELO2
     golden = find_beside("golden/celo2_pretrained.npz")
     if not golden:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import celo2
-from celo2 import hub, weights
+from celo2 import hub, published, weights
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Form, Norm, Rule, Vectors, feature_width
 
 PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
@@ -86,7 +86,7 @@ def convert(
         "factored_decays": factored_decays,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    rule = weights.convert(checkpoint, dataclasses.replace(PRESETS[preset], **changes))
+    rule = published.convert(checkpoint, dataclasses.replace(PRESETS[preset], **changes))
     weights.save(rule, out)
     print(f"{out}: {_count(rule)} parameters, hidden {rule.config.hidden}, preset {preset}")
 

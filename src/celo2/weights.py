@@ -6,9 +6,7 @@ Files come from strangers, so whatever is wrong with one ends in a ValueError th
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
-import math
 import os
 import secrets
 import warnings
@@ -22,7 +20,7 @@ import safetensors
 import safetensors.numpy
 
 from celo2 import hub
-from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes
+from celo2.rule import Rule, RuleConfig, check_shapes
 
 FORMAT = 1  # raised when older versions of celo2 could no longer read a file
 SHIPPED = ("celo2", "celo2-base")
@@ -53,8 +51,8 @@ def load(path: str | os.PathLike[str]) -> Rule:
     """
     source = os.fspath(path)
     if hub.is_address(source):
-        return from_bytes(_read(hub.download(source)), source)
-    return from_bytes(_read(Path(source)), source)
+        return from_bytes(read_file(hub.download(source)), source)
+    return from_bytes(read_file(Path(source)), source)
 
 
 def save(rule: Rule, path: str | os.PathLike[str]) -> None:
@@ -119,7 +117,7 @@ def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
 
 def to_bytes(rule: Rule) -> bytes:
     """The file that holds `rule`; equal rules make equal files."""
-    texts, arrays = _texts(rule), _float32(rule.weights)
+    texts, arrays = _texts(rule), float32(rule.weights)
     stamp = _digest(texts, arrays)
     header: dict[str, Any] = {"__metadata__": {"celo2": str(FORMAT), **texts, "sha256": stamp}}
     offset = 0
@@ -142,15 +140,16 @@ def from_bytes(data: bytes, source: str) -> Rule:
     try:
         return _parse(data)
     except (ValueError, RecursionError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{source} is not a usable rule: {_plain(error)}") from error
+        raise ValueError(f"{source} is not a usable rule: {printable(error)}") from error
 
 
 def digest(rule: Rule) -> str:
     """The SHA-256 that a rule's file carries, over its config, origin and arrays."""
-    return _digest(_texts(rule), _float32(rule.weights))
+    return _digest(_texts(rule), float32(rule.weights))
 
 
-def _plain(error: Exception) -> str:
+def printable(error: Exception) -> str:
+    """An error's text, fit for a terminal."""
     # A stranger's text may be long, or hold codes that a terminal obeys.
     text = "".join(c if c.isprintable() else "?" for c in str(error))
     return text if len(text) <= 400 else f"{text[:400]}…"
@@ -169,7 +168,8 @@ def _shipped_hint(path: Path) -> str:
     return "" if path.suffix else f"; the shipped rules are {', '.join(SHIPPED)}"
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """A file's bytes, if it is one and not larger than any rule."""
     if not path.exists():
         raise FileNotFoundError(f"There is no file {path}{_shipped_hint(path)}.")
     if not path.is_file():
@@ -192,7 +192,7 @@ def _parse(data: bytes) -> Rule:
             raise ValueError(f"array {name} is not F32, the type of a rule's arrays.")
     # Before the arrays are made, so that only as much is allocated as the config needs.
     check_shapes(config, {name: _shape(entry) for name, entry in header.items()})
-    arrays = _float32(safetensors.numpy.load(data))
+    arrays = float32(safetensors.numpy.load(data))
     if _digest(metadata, arrays) != metadata["sha256"]:
         raise ValueError("its SHA-256 does not match its content: it was damaged; fetch it again.")
     return Rule(config, arrays, origin)
@@ -244,14 +244,15 @@ def _json_object(text: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} holds {constant}, which is not JSON.")
 
     value = json.loads(
-        text, object_pairs_hook=lambda pairs: _unique(pairs, what), parse_constant=refuse
+        text, object_pairs_hook=lambda pairs: unique(pairs, what), parse_constant=refuse
     )
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a JSON object.")
     return value
 
 
-def _unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+def unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    """The pairs as a dict; a ValueError where a key stands twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError(f"{what} names something twice.")
@@ -278,7 +279,8 @@ def _has_text_keys(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
-def _float32(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def float32(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays as read-only float32, sorted by name; a ValueError where one is not finite."""
     arrays = {}
     for name, weight in sorted(weights.items()):
         array = np.asarray(weight)
@@ -300,115 +302,3 @@ def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
     for array in arrays.values():
         sha.update(array.tobytes())
     return sha.hexdigest()
-
-
-# Published checkpoints: a flax msgpack tree of the MLP's arrays, and nothing about the config.
-
-BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
-
-
-def convert(path: str | os.PathLike[str], config: RuleConfig = CELO2) -> Rule:
-    """The rule in one of the authors' published checkpoints (`theta.state`).
-
-    Args:
-        path: the checkpoint.
-        config: what the checkpoint does not record. `hidden` is taken from the arrays instead.
-
-    >>> rule = convert("theta.state", celo2.CELO2_BASE)  # doctest: +SKIP
-    """
-    data = _read(Path(path))
-    try:
-        weights = _join_blocks(_published_arrays(_unpack(data)))
-        config = _fit_config(config, weights)
-        weights = _float32(weights)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a published checkpoint: {_plain(error)}") from error
-    sha256 = hashlib.sha256(data).hexdigest()
-    return Rule(config, weights, {"converted_from": Path(path).name, "checkpoint_sha256": sha256})
-
-
-def _unpack(data: bytes) -> Any:
-    import msgpack  # only conversion needs it
-
-    limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
-    return msgpack.unpackb(
-        data,
-        object_pairs_hook=lambda pairs: _join_chunks(_unique(pairs, "the tree")),
-        ext_hook=lambda code, packed: _array(code, msgpack.unpackb(packed, **limits)),
-        **limits,
-    )
-
-
-def _array(code: int, content: Any) -> np.ndarray:
-    """What flax packs as extension 1 (an array) or 3 (a numpy scalar): shape, dtype name, bytes."""
-    if code not in (1, 3) or not isinstance(content, list) or len(content) != 3:
-        raise ValueError(f"msgpack extension {code} is not an array as flax writes it.")
-    shape, dtype, buffer = content
-    if dtype not in ("float16", "float32", "float64") or not isinstance(buffer, bytes):
-        raise ValueError(f"array of dtype {dtype!r}; a rule's arrays are floating point.")
-    return _reshape(np.frombuffer(buffer, np.dtype(dtype).newbyteorder("<")), shape)
-
-
-def _join_chunks(tree: dict[str, Any]) -> Any:
-    """An array that flax has cut up, joined; any other dict as it is."""
-    if "__msgpack_chunked_array__" not in tree:
-        return tree
-    chunks, shape = tree.get("chunks"), tree.get("shape")
-    if not isinstance(chunks, dict) or not isinstance(shape, dict) or not chunks:
-        raise ValueError("a chunked array has no chunks or no shape.")
-    parts: list[Any] = [chunks.get(str(i)) for i in range(len(chunks))]
-    if not all(isinstance(part, np.ndarray) and part.ndim == 1 for part in parts):
-        raise ValueError("a chunked array's chunks are not flat arrays, numbered from 0.")
-    return _reshape(np.concatenate(parts), [shape.get(str(i)) for i in range(len(shape))])
-
-
-def _reshape(flat: np.ndarray, shape: Any) -> np.ndarray:
-    sizes_are_counts = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    if not sizes_are_counts or len(shape) > 2 or math.prod(shape) != flat.size:
-        raise ValueError(f"array of {flat.size} numbers cannot have shape {shape!r}.")
-    return flat.reshape(shape)
-
-
-def _published_arrays(tree: Any) -> dict[str, np.ndarray]:
-    for key in ("ff_mod_stack", "~"):
-        if not isinstance(tree, dict) or key not in tree:
-            raise ValueError(f"it has no {key!r} where the arrays should be.")
-        tree = tree[key]
-    if not isinstance(tree, dict) or not all(isinstance(a, np.ndarray) for a in tree.values()):
-        raise ValueError("it holds something other than arrays.")
-    if missing := [name for name in (*BLOCKS, "b0") if name not in tree]:
-        raise ValueError(f"arrays missing: {', '.join(missing)}.")
-    if flat := [name for name in BLOCKS if tree[name].ndim != 2]:
-        raise ValueError(f"arrays that are no matrices: {', '.join(flat)}.")
-    return tree
-
-
-def _join_blocks(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays under our names: the first layer's blocks, one for each feature, become w0."""
-    width = arrays["b0"].size
-    decays = next(len(arrays[b]) for b, f in zip(BLOCKS, FEATURES, strict=True) if f.per_decay)
-    for block, feature in zip(BLOCKS, FEATURES, strict=True):
-        shape = (decays if feature.per_decay else 1, width)
-        if arrays[block].shape != shape:
-            raise ValueError(f"{block} has shape {arrays[block].shape} where {shape} belongs.")
-    w0 = np.concatenate([arrays[block] for block in BLOCKS])
-    return {"w0": w0, **{name: a for name, a in arrays.items() if name not in BLOCKS}}
-
-
-def _fit_config(config: RuleConfig, weights: Mapping[str, np.ndarray]) -> RuleConfig:
-    """`config` with the hidden widths of `weights`, if it has as many decays as they have."""
-    per_decay = sum(feature.per_decay for feature in FEATURES)
-    decays = (len(weights["w0"]) - len(FEATURES) + per_decay) // per_decay
-    if decays != len(config.momentum_decays):
-        raise ValueError(
-            f"it was made with {decays} decays and the config has {len(config.momentum_decays)}: "
-            "give as many --momentum-decays and --factored-decays."
-        )
-    hidden: list[int] = []
-    for i in itertools.count(1):
-        if f"w{i}" not in weights:
-            break
-        hidden.extend(weights[f"w{i}"].shape[:1])
-    config = dataclasses.replace(config, hidden=tuple(hidden))
-    check_shapes(config, {name: weight.shape for name, weight in weights.items()})
-    return config

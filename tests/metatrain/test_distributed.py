@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -25,23 +26,24 @@ def run_processes(out, count, *options) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "celo2.cli", "meta-train", *FLAGS, "--out", str(out)]
     command += ["--devices", "2", "--coordinator", f"localhost:{free_port()}", *options]
-    processes = [
-        subprocess.Popen(
-            [*command, "--process-count", str(count), "--process-id", str(number)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    try:
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, "--process-count", str(count), "--process-id", str(number)],
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            for number in range(count)
+        ]
         for process in processes:
-            _, err = process.communicate(timeout=110)
-            assert process.returncode == 0, err
-    finally:
-        for process in processes:
-            process.kill()  # SIGTERM would be caught, and saved first
+            stack.callback(process.kill)  # SIGTERM would be caught, and saved first
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+        codes = [process.returncode for process in processes]
+    assert codes == [0] * count, "\n".join(errors)
 
 
 def test_two_processes_find_the_gradient_of_one_device(tmp_path):

@@ -29,7 +29,7 @@ def flat(tree) -> np.ndarray:
 
 def about_to_end(state: pes.PESState) -> pes.PESState:
     """All problems at their ends, so that the next estimate starts them anew."""
-    return state._replace(problems=state.problems._replace(step=state.problems.length))
+    return state._replace(problems=state.problems._replace(step=state.problems.length + 0))
 
 
 @functools.cache
@@ -168,7 +168,10 @@ def test_problems_begin_evenly_spread_over_their_unrolls():
 @pytest.fixture(scope="module")
 def noisy():
     """Two tasks of two problems each, with random data: config, family, state and estimate."""
-    config, family = tiny_config(problems=2), quadratic(noise=1.0, names=("one", "two"))
+    config, family = (
+        tiny_config(rule=SMOOTH, problems=2),
+        quadratic(noise=1.0, names=("one", "two")),
+    )
     program = outer.build(config, family, outer.make_mesh())
     state = program.init(WEIGHTS)
     # A copy, since the program uses up what it is given.
