@@ -21,7 +21,7 @@ from celo2.rule import Rule, RuleConfig, initial_weights
 from conftest import REPOSITORY, run_python
 
 STEPS = 3
-CASES = [("Auto", "celo2_base"), ("Auto", "celo2"), ("Explicit", "celo2_base")]
+CASES = [(kind, name) for kind in ("Auto", "Explicit") for name in ("celo2_base", "celo2")]
 BASE_CASES = [case for case in CASES if case[1] == "celo2_base"]
 OPTIMIZERS = {
     "celo2_base": (celo2_base, {"orthogonalize": False, "vectors": "rule"}),

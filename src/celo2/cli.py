@@ -150,13 +150,30 @@ def _load_status() -> Callable[..., Any]:
     return status
 
 
+def _load_try() -> Callable[..., Any]:
+    from celo2.commands.try_rule import try_rule
+
+    return try_rule
+
+
+def _load_plot() -> Callable[..., Any]:
+    from celo2.commands.plot import plot
+
+    return plot
+
+
 COMMANDS = {
     "meta-train": Command("make a rule", _load_meta_train, reads_arguments=True),
     "status": Command("show how far a meta-training run is", _load_status),
+    "plot": Command("draw a meta-training run", _load_plot),
+    "try": Command("try a rule on held-out problems", _load_try),
     "data": Command("download the image sets: celo2 data fetch", _load_data),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),
+    "meta-train": Command("make a rule", _load_meta_train, reads_arguments=True),
+    "status": Command("show how far a meta-training run is", _load_status),
+    "data": Command("download the image sets: celo2 data fetch", _load_data),
 }
 
 

@@ -117,11 +117,8 @@ def test_truncated_es_is_biased_as_if_truncations_started_from_nowhere():
 
 
 def test_perturbation_has_the_configured_deviation():
-    noise = flat(
-        jax.vmap(lambda key: pes.perturb(tiny_config(sigma=0.3), WEIGHTS, key))(
-            jax.random.split(KEY, 200)
-        )
-    )
+    draw = jit(jax.vmap(lambda key: pes.perturb(tiny_config(sigma=0.3), WEIGHTS, key)))
+    noise = flat(draw(jax.random.split(KEY, 200)))
     assert noise.std() == pytest.approx(0.3, rel=0.03)
     assert noise.mean() == pytest.approx(0, abs=0.01)
 

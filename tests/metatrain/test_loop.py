@@ -53,7 +53,7 @@ def test_every_iteration_is_recorded_once_with_its_numbers(whole_run):
     assert records.read(out / "records.jsonl") == rows
     train = of_kind(rows, "train")
     assert [row["iteration"] for row in train] == [10, 12]
-    assert train[0]["losses"] == {"digits": train[0]["loss"]}
+    assert train[0]["family_loss"] == {"digits": train[0]["loss"]}
     assert train[0]["inner_steps"] == 10 * 4 * 2 * 5
     assert 1 < train[0]["loss"] < 3 and train[0]["gradient_norm"] > 0
     assert rows[-1] == {"kind": "end", "iteration": 12, "reason": "finished"}
@@ -259,7 +259,7 @@ def test_own_task_is_meta_trained(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     config = tiny(task="my_tasks:make", datasets=None, problems=1, iterations=1)
     rows = run(tmp_path / "run", config)
-    assert list(rows[1]["losses"]) == ["my_tasks:make"]
+    assert list(rows[1]["family_loss"]) == ["my_tasks:make"]
     assert 0.5 < rows[1]["loss"] < 1.5
 
 

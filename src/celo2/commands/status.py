@@ -27,7 +27,7 @@ def as_table(facts: dict[str, Any]) -> str:
     process = facts["process"] or {}
     where = f", process {process.get('pid')} on {process.get('host')}" if process else ""
     rate = facts["inner_steps_per_second"]
-    losses = ", ".join(f"{name} {loss}" for name, loss in facts["losses"].items())
+    losses = ", ".join(f"{name} {loss}" for name, loss in facts["family_loss"].items())
     lines = {
         "run": facts["run"],
         "state": facts["state"] + where,

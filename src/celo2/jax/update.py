@@ -128,6 +128,13 @@ def newton_schulz(x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None)
 
     Five steps leave them roughly in [0.7, 1.2]; that is enough (Algorithm 1, step 6).
     """
+    sharding = jax.typeof(x).sharding
+    if any(sharding.spec):
+        # Explicit axes ask for the sharding of every product; within, XLA chooses them.
+        inside = jax.sharding.auto_axes(
+            lambda x: newton_schulz(x, steps, dtype), out_sharding=sharding
+        )
+        return inside(x)
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
         return newton_schulz(x.mT, steps, dtype).mT

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -160,14 +161,14 @@ def _iterate(
     count = config.problems * len(family.names)
     key = jax.random.fold_in(jax.random.key(config.seed), state.iteration + 1)
     pes, found = estimate(config, family, data, state.weights, state.pes, numbers, key)
-    gradient = jax.tree.map(lambda g: jax.lax.psum(g, AXIS) / count, found.gradient)
+    by_task = jax.ops.segment_sum(found.losses, pes.problems.index, len(family.names))
+    steps = jnp.sum(found.steps).astype(jnp.float32)
+    gradient, family_loss, steps = _sum_over_devices((found.gradient, by_task, steps))
+    gradient = jax.tree.map(lambda g: g / count, gradient)
     bad = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g)), gradient)
     gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0.0), gradient)
     updates, outer = outer_optimizer(config).update(gradient, state.outer, state.weights)
     weights = optax.apply_updates(state.weights, updates)
-    family_loss = jax.lax.psum(
-        jax.ops.segment_sum(found.losses, pes.problems.index, len(family.names)), AXIS
-    )
     metrics = MetaMetrics(
         loss=jnp.sum(family_loss) / count,
         family_loss=family_loss / config.problems,
@@ -175,9 +176,18 @@ def _iterate(
         update_norm=optax.tree.norm(updates),
         weight_norm=optax.tree.norm(weights),
         bad_entries=jnp.asarray(optax.tree.sum(bad)),
-        inner_steps=2 * jax.lax.psum(jnp.sum(found.steps), AXIS),
+        inner_steps=2 * steps.astype(jnp.int32),
     )
     return MetaState(state.iteration + 1, weights, outer, pes), metrics
+
+
+def _sum_over_devices(tree):
+    """The tree's sum over the mesh, in a single exchange.
+
+    Several at once may be taken up in another order by another device, and wait for each other.
+    """
+    flat, unravel = ravel_pytree(tree)
+    return unravel(jax.lax.psum(flat, AXIS))
 
 
 def _with_shardings(shapes: MetaState, mesh: Mesh) -> MetaState:

@@ -54,8 +54,8 @@ def draw_meta_loss(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     iterations = _column(rows, "iteration")
-    for name in _names(rows, "family_loss"):
-        losses = _values([row["family_loss"].get(name) for row in rows])
+    for name in _names(rows, "losses"):
+        losses = _values([row["losses"].get(name) for row in rows])
         axes.plot(iterations, smooth(losses), label=name, linewidth=1.2)
     losses = _column(rows, "loss")
     axes.plot(iterations, losses, color="black", alpha=0.15, linewidth=0.8)
@@ -96,14 +96,14 @@ def draw_first_layer(rule: Rule) -> Figure:
     heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     limit = max(float(np.abs(matrix).max()), 1e-12)
     image = heat.imshow(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-    figure.colorbar(image, ax=heat, label="weight", location="left", pad=0.02)
+    figure.colorbar(image, ax=heat, label="weight", location="left", pad=0.02, aspect=40)
     heat.set_yticks(range(len(names)), names, fontsize=8)
     heat.set_xticks(range(matrix.shape[1]))
     heat.set(xlabel="hidden unit", title="First-layer weights")
     bars.barh(range(len(names)), np.linalg.norm(matrix, axis=1), color="slategrey")
     bars.tick_params(axis="y", length=0)
     bars.grid(axis="x", alpha=0.3)
-    bars.set(xlabel="norm over hidden units", title="How much each feature weighs")
+    bars.set(xlabel="over hidden units", title="Norm by feature")
     return figure
 
 

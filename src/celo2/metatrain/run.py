@@ -103,7 +103,7 @@ def advance(run: Run, iterations: int) -> tuple[Row, MetaMetrics]:
         "kind": "train",
         "iteration": run.iteration,
         "loss": _short(metrics.loss.mean()),
-        "losses": {name: _short(loss) for name, loss in zip(run.names, losses, strict=True)},
+        "family_loss": {name: _short(loss) for name, loss in zip(run.names, losses, strict=True)},
         "gradient_norm": _short(metrics.gradient_norm.mean()),
         "update_norm": _short(metrics.update_norm.mean()),
         "weight_norm": _short(metrics.weight_norm[-1]),

@@ -32,7 +32,7 @@ def status(out: str | PathLike) -> dict[str, Any]:
         "iteration": max(train.get("iteration", 0), saved or 0),
         "iterations": stored["config"]["iterations"],
         "loss": train.get("loss"),
-        "losses": train.get("losses", {}),
+        "family_loss": train.get("family_loss", {}),
         "elapsed": train.get("elapsed", 0.0),
         "seconds_left": _seconds_left(stored, rows),
         "inner_steps_per_second": train.get("inner_steps_per_second"),
