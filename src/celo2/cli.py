@@ -171,9 +171,6 @@ COMMANDS = {
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),
-    "meta-train": Command("make a rule", _load_meta_train, reads_arguments=True),
-    "status": Command("show how far a meta-training run is", _load_status),
-    "data": Command("download the image sets: celo2 data fetch", _load_data),
 }
 
 

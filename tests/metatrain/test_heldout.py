@@ -123,6 +123,8 @@ def test_problems_are_made_once_and_known_by_name():
     assert quick["mlp"].steps < heldout.problems(["mlp"])["mlp"].steps
     with pytest.raises(ValueError, match="'mpl' is not a held-out problem; there are mlp, wide"):
         heldout.problems(["mpl"])
+    with pytest.raises(ValueError, match="names is empty: name some of mlp"):
+        heldout.problems([])
     with pytest.raises(ValueError, match="size='huge' is not one of quick, full"):
         heldout.problems(size="huge")
 

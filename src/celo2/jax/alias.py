@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def celo2(
         routes = route_all(tree, rule.config, adam_mask, overrides, published)
         return jax.tree.structure(tree).unflatten([route.updater for route in routes])
 
-    branches = {
+    branches: dict[Hashable, optax.GradientTransformation] = {
         "rule": optax.chain(
             scale_by_celo2(
                 rule,

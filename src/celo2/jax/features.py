@@ -21,14 +21,12 @@ class Plane(NamedTuple):
 
 
 class Features(NamedTuple):
-    """All columns, not yet normalised; those of a kind go with the same part of the first layer.
-
-    Row and column moments are never spread out over the tensor. A vector has none.
-    """
+    """All columns, not yet normalised, in groups that go with one part of the first layer each."""
 
     planes: list[Plane]
-    rows: Array | None  # (columns, …), of length 1 along the tensor's largest axis
-    cols: Array | None  # (columns, …), of length 1 along its second largest axis
+    # Row and column features, (columns, …): constant along the largest or the second largest axis,
+    # where they have length 1 and are never spread out. A vector has none.
+    stripes: tuple[Array, ...]
 
 
 def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> Features:
@@ -48,12 +46,11 @@ def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> F
         Plane(grad * inverse_rms),
     ]
     if not axes.matrix:
-        return Features(planes, None, None)
+        return Features(planes, ())
     planes += map(Plane, momentum, scales)
     inverse_rows, inverse_cols = (lax.rsqrt(x + RMS_EPSILON) for x in (rows, cols))
-    return Features(
-        planes, jnp.concatenate([rows, inverse_rows]), jnp.concatenate([cols, inverse_cols])
-    )
+    stripes = jnp.concatenate([rows, inverse_rows]), jnp.concatenate([cols, inverse_cols])
+    return Features(planes, stripes)
 
 
 def split_first_layer(config: RuleConfig, kernel: Array, matrix: bool) -> list[Array]:

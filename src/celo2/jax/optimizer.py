@@ -149,7 +149,7 @@ def scale_by_celo2(
             shape = leaf.shape
             stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
             steps.append(from_view(step, view, shape).astype(leaf.dtype))
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
         return treedef.unflatten(steps), new_state
 
@@ -196,10 +196,14 @@ def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moment
 
 
 def _check_shapes(moments: Moments, axes: Axes, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError where the row moments belong to another matrix view."""
-    expected = tuple(1 if i - len(shape) in axes.rows else n for i, n in enumerate(shape))
-    if moments.rows.shape[1:] != expected:
-        raise ValueError(
-            f"the optimizer state has row moments of shape {moments.rows.shape[1:]} for a tensor "
-            f"seen as {shape}: it was made with other views (see `overrides`)."
-        )
+    """Raises a ValueError where the state belongs to another matrix view."""
+    for name, axes_kept, found in (
+        ("row moments", axes.rows, moments.rows.shape[1:]),
+        ("counts", axes.fate, moments.moves.shape),
+    ):
+        expected = tuple(1 if i - len(shape) in axes_kept else n for i, n in enumerate(shape))
+        if found != expected:
+            raise ValueError(
+                f"the optimizer state has {name} of shape {found} for a tensor seen as {shape}: "
+                "it was made with other views (see `overrides` and `published`)."
+            )

@@ -1,5 +1,6 @@
 """From features to an update: the MLP, the update form, Newton–Schulz, the output norm."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,9 +52,7 @@ def normalize_inputs(parts: list[Array], features: Features) -> list[Array]:
     # Sums over one axis at a time: XLA has fast kernels for them on CPUs.
     planes = jnp.stack([_sum_of_squares(plane) for plane in features.planes])
     mean_squares = [jnp.sum(planes, -1, keepdims=True) / _matrix_size(features.planes[0].value)]
-    for group in (features.rows, features.cols):
-        if group is not None:
-            mean_squares.append(jnp.mean(jnp.square(group), MATRIX, keepdims=True))
+    mean_squares += [jnp.mean(jnp.square(s), MATRIX, keepdims=True) for s in features.stripes]
     kernels = []
     for part, mean_square in zip(parts, mean_squares, strict=True):
         part = part.reshape(*part.shape, *[1] * (mean_square.ndim - 1))
@@ -88,9 +87,9 @@ def apply_mlp(
     hidden = [
         bias + _weighted_sum(kernels[0][:, h], planes) for h, bias in enumerate(weights["b0"])
     ]
-    for kernel, group in zip(kernels[1:], (features.rows, features.cols), strict=False):
-        spread = jnp.sum(kernel * group[:, None], 0)
-        hidden = [unit + spread[h] for h, unit in enumerate(hidden)]
+    for kernel, stripes in zip(kernels[1:], features.stripes, strict=True):
+        weighted = jnp.sum(kernel * stripes[:, None], 0)
+        hidden = [unit + weighted[h] for h, unit in enumerate(hidden)]
 
     depth = len(weights) // 2
     for layer in range(1, depth - 1):
@@ -131,10 +130,8 @@ def newton_schulz(x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None)
     sharding = jax.typeof(x).sharding
     if any(sharding.spec):
         # Explicit axes ask for the sharding of every product; within, XLA chooses them.
-        inside = jax.sharding.auto_axes(
-            lambda x: newton_schulz(x, steps, dtype), out_sharding=sharding
-        )
-        return inside(x)
+        free = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+        return jnp.asarray(jax.sharding.auto_axes(free, out_sharding=sharding)(x))
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
         return newton_schulz(x.mT, steps, dtype).mT

@@ -75,6 +75,8 @@ def problems(names: Sequence[str] | None = None, size: Size = "full") -> dict[st
     if size not in get_args(Size):
         raise ValueError(f"size={size!r} is not one of {', '.join(get_args(Size))}.")
     names = tuple(PLANS) if names is None else names
+    if not names:
+        raise ValueError(f"names is empty: name some of {', '.join(PLANS)}.")
     for name in names:
         if name not in PLANS:
             raise ValueError(f"{name!r} is not a held-out problem; there are {', '.join(PLANS)}.")
@@ -107,7 +109,7 @@ def tune(problem: HeldOut, optimizer: Rule | str) -> dict[str, Any]:
     Everything random has fixed seeds: the same rule gets the same result.
     """
     if isinstance(optimizer, str):
-        return _tune_baseline(problem, optimizer)
+        return dict(_tune_baseline(problem, optimizer))
     return _tune(problem, optimizer.config, optimizer.weights)
 
 
@@ -171,7 +173,7 @@ def _program(problem: HeldOut, kind: str | RuleConfig) -> Callable[..., Array]:
     @jax.jit
     def program(data, starts, keys, weights, rates):
         def at_rate(rate: Array) -> Array:
-            return lax.map(lambda s: final_loss(data, *s, weights, rate), (starts, keys))
+            return lax.map(lambda s: final_loss(data, s[0], s[1], weights, rate), (starts, keys))
 
         return lax.map(at_rate, rates)
 
