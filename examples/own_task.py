@@ -1,12 +1,11 @@
 """Meta-trains a rule on a task of your own: an autoencoder of 8×8 digits.
 
     python examples/own_task.py [--out runs/own_task] [--iterations 100]
-
-The same from the command line, in the folder of this file:
+or, in the folder of this file,
 
     celo2 meta-train --task own_task:make --loss-limit 0.5 --out runs/own_task
 
-About a minute on two cores; a rule worth using takes many more iterations.
+A minute on two cores; a rule worth using takes many more iterations.
 """
 
 import argparse
@@ -48,7 +47,6 @@ def make() -> Task:
 
 
 def final_loss(optimizer, steps: int = 300) -> float:
-    """The validation loss after a short training."""
     trainer = supervised(make(), optimizer)
     state = trainer.init(jax.random.key(0))
     for key in jax.random.split(jax.random.key(1), steps):
@@ -62,8 +60,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     options = parser.parse_args()
     config = MetaConfig(
-        rule=RuleConfig(hidden=(4,)),
-        iterations=options.iterations,
+        RuleConfig(hidden=(4,)),
+        options.iterations,
         problems=4,
         truncation=20,
         unroll=(20, 200),

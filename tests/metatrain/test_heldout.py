@@ -76,6 +76,7 @@ def test_losses_are_those_of_training_with_the_optimizer_users_call(problem):
         batches = [task.sample(task.data, k, "valid") for k in keys]
         losses.append(np.mean([task.loss(params, batch)[0] for batch in batches]))
     assert result["losses"][2] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert 0 < result["error"] < result["loss"]
 
 
 def test_every_optimizer_has_as_many_rates_over_as_wide_a_range():

@@ -1,5 +1,6 @@
 """One compiled body for all tensors of a shape."""
 
+import functools
 import re
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -18,8 +19,7 @@ def for_each_shape(
 
     Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
     program then grows with the number of shapes instead of tensors, and only one tensor's
-    temporaries are alive at a time. A switch picks each job where it lies, so that nothing has
-    to be stacked.
+    temporaries are alive at a time.
     """
     # Under jit with automatic axes nobody knows a sharding yet, and a loop over tensors that are
     # sharded differently would reshard whole tensors. Those of one role are sharded alike.
@@ -36,15 +36,23 @@ def for_each_shape(
         if len(members) == 1:
             results[indices[0]] = function(static, members[0])
             continue
-        picks = [lambda member=member: member for member in members]
-        _, stacked = lax.scan(
-            lambda _, i, static=static, picks=picks: (None, function(static, lax.switch(i, picks))),
-            None,
-            jnp.arange(len(members)),
-        )
+        stacked = _in_a_loop(functools.partial(function, static), members)
         for position, i in enumerate(indices):
             results[i] = jax.tree.map(lambda x, position=position: x[position], stacked)
     return results
+
+
+def _in_a_loop(function: Callable, members: list[Any]) -> Any:
+    """The results of `function` on each member, stacked."""
+    if jax.default_backend() != "cpu":
+        # A GPU would wait for its host at every switch.
+        return lax.map(function, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
+    # A switch picks each member where it lies: stacking would take 24 bytes per parameter.
+    picks = [lambda member=member: member for member in members]
+    _, stacked = lax.scan(
+        lambda _, i: (None, function(lax.switch(i, picks))), None, jnp.arange(len(members))
+    )
+    return stacked
 
 
 def roles_of(tree) -> list[str]:

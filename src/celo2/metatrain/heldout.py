@@ -39,11 +39,12 @@ class Plan(NamedTuple):
     seeds: Mapping[Size, int]
 
 
-# The digits' losses are small and differ from seed to seed: those are averages over several.
+# The digits' losses are small and differ from seed to seed: they are averages over several. A try
+# takes a minute of one core after compiling, a quick one a quarter of that.
 PLANS = {
-    "mlp": Plan(TASKS["digits-mlp"].make, 10, _by_size(150, 400), _by_size(2, 4)),
-    "wide-mlp": Plan(TASKS["digits-mlp-wide"].make, 10, _by_size(50, 200), _by_size(1, 2)),
-    "convnet": Plan(digits_convnet, 10, _by_size(60, 200), _by_size(1, 2)),
+    "mlp": Plan(TASKS["digits-mlp"].make, 10, _by_size(150, 300), _by_size(4, 8)),
+    "wide-mlp": Plan(TASKS["digits-mlp-wide"].make, 10, _by_size(50, 100), _by_size(2, 6)),
+    "convnet": Plan(digits_convnet, 10, _by_size(60, 120), _by_size(4, 8)),
     "transformer": Plan(TASKS["text-tiny"].make, 256, _by_size(50, 200), _by_size(1, 1)),
 }
 
@@ -86,8 +87,9 @@ def problems(names: Sequence[str] | None = None, size: Size = "full") -> dict[st
 def try_rule(rule: Rule, problems: Mapping[str, HeldOut]) -> dict[str, Any]:
     """How well `rule` trains each problem at its best learning rate, and the mean score.
 
-    A problem's score is log(loss / AdamW's loss): below 0 is better than AdamW. Another rule of
-    the same config does not compile again.
+    A problem's score is log(loss / AdamW's loss): below 0 is better than AdamW. Mean scores that
+    differ by less than about 0.05 differ by chance. Another rule of the same config does not
+    compile again.
 
     >>> try_rule(rule, problems(("mlp",)))  # doctest: +SKIP
     {'score': -0.3, 'problems': {'mlp': {'loss': 0.05, 'rate': 0.002, 'rates': [...], ...}}}
@@ -106,7 +108,8 @@ def compare(problem: HeldOut, result: dict[str, Any]) -> dict[str, Any]:
 def tune(problem: HeldOut, optimizer: Rule | str) -> dict[str, Any]:
     """The final validation loss of a rule or baseline at its best rate, that rate, and the curve.
 
-    Everything random has fixed seeds: the same rule gets the same result.
+    `error` is the loss's standard error over seeds, None where there is one seed. Everything
+    random has fixed seeds: the same rule gets the same result.
     """
     if isinstance(optimizer, str):
         return dict(_tune_baseline(problem, optimizer))
@@ -141,9 +144,17 @@ def _tune(problem: HeldOut, kind: str | RuleConfig, weights: Mapping[str, Any]) 
     starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
     found = _program(problem, kind)(problem.task.data, starts, keys, weights, jnp.asarray(rates))
     losses = np.nan_to_num(np.asarray(found, np.float64), nan=np.inf)  # [rates, seeds]
-    losses = np.minimum(losses, problem.worst).mean(1).tolist()
-    best = int(np.argmin(losses))
-    return {"loss": losses[best], "rate": rates[best], "rates": rates, "losses": losses}
+    losses = np.minimum(losses, problem.worst)
+    means = losses.mean(1).tolist()
+    best = int(np.argmin(means))
+    error = losses[best].std(ddof=1) / math.sqrt(problem.seeds) if problem.seeds > 1 else None
+    return {
+        "loss": means[best],
+        "error": None if error is None else float(error),
+        "rate": rates[best],
+        "rates": rates,
+        "losses": means,
+    }
 
 
 @cache

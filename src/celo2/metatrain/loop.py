@@ -49,7 +49,7 @@ def metatrain(
         minutes: after which the run saves and stops.
         checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
         try_rule: tries a rule on held-out problems; the lower the `score` it returns, the better.
-        try_every: iterations between those tries.
+        try_every: iterations between those tries; a longer run is tried at its end too.
         limits: when a diverging run is given up, with a Diverged error.
         stop: asked between calls of up to ten iterations; True saves and stops.
 
@@ -109,7 +109,8 @@ def _iterate(
             yield record(run, {"kind": "warning", **trouble._asdict()})
             if trouble.fatal:
                 yield from _give_up(run, trouble.iteration, trouble.cause)
-        if try_rule and (run.iteration % try_every == 0 or run.iteration == total):
+        at_end = run.iteration == total > try_every
+        if try_rule and (at_end or run.iteration % try_every == 0):
             yield from held_out(run, try_rule)
         asked, late, due = some_process(
             stop(), time.monotonic() > deadline, _is_due(run, checkpoint_every)
@@ -137,6 +138,7 @@ def _is_due(run: Run, checkpoint_every: int | None) -> bool:
 
 def _give_up(run: Run, iteration: int, cause: str) -> Iterator[Row]:
     yield record(run, {"kind": "end", "iteration": run.iteration, "reason": "diverged"})
+    close_run(run)
     raise Diverged(
         f"Given up at iteration {iteration}: {cause}. The checkpoint of iteration {run.saved} and "
         f"its rule are kept in {run.folder.path}; start anew from that rule with a lower learning "

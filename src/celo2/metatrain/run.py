@@ -1,5 +1,6 @@
 """One run under way: advanced, recorded, tried, saved."""
 
+import errno
 import importlib.metadata
 import os
 import socket
@@ -21,6 +22,7 @@ from celo2.metatrain.outer import MetaMetrics, MetaState, Program
 from celo2.metatrain.records import Row
 from celo2.rule import Rule
 
+DISK_FULL = os.strerror(errno.ENOSPC)
 FAILED_SAVES = 3  # in a row, after which a run stops
 
 
@@ -167,17 +169,21 @@ def save_run(run: Run, last: bool = False) -> Iterator[Row]:
         yield record(run, {"kind": "warning", "iteration": run.iteration, "cause": run.unwritten})
         run.unwritten = None
     if run.failures >= (1 if last else FAILED_SAVES):
+        close_run(run)
         raise OSError(
-            f"Checkpoints cannot be saved: the newest is of iteration {run.saved}. Make room in "
+            f"Checkpoints cannot be saved; the newest is of iteration {run.saved}. Make room in "
             f"{run.folder.path} and continue with --resume."
         )
 
 
 def close_run(run: Run) -> None:
     """Waits for the checkpoint under way, whatever becomes of it."""
-    for _ in _attempt(run, lambda: _settle(run)):
-        pass
-    run.manager.close()
+    try:
+        _settle(run)
+        run.manager.close()
+    except Exception as error:
+        record(run, _failure_row(run, error))
+    run.saved = _newest_saved(run)
 
 
 def _settle(run: Run) -> None:
@@ -204,10 +210,20 @@ def _attempt(run: Run, action: Callable[[], None]) -> Iterator[Row]:
         if is_primary():
             checkpoint.clear_unfinished(folder)
         run.manager, run.pending = checkpoint.open_manager(folder), False
-        run.saved = max(checkpoint.list_iterations(folder), default=None)
+        run.saved = _newest_saved(run)
         run.failures += 1
-        cause = f"a checkpoint could not be saved: {' '.join(str(error).split())[:300]}"
-        yield record(run, {"kind": "warning", "iteration": run.iteration, "cause": cause})
+        yield record(run, _failure_row(run, error))
+
+
+def _failure_row(run: Run, error: Exception | None) -> Row:
+    text = "another process failed" if error is None else " ".join(str(error).split())
+    cause = DISK_FULL if DISK_FULL in text else text[:300]
+    cause = f"a checkpoint could not be saved: {cause}"
+    return {"kind": "warning", "iteration": run.iteration, "cause": cause}
+
+
+def _newest_saved(run: Run) -> int | None:
+    return max(checkpoint.list_iterations(run.folder.checkpoints), default=None)
 
 
 def _meta(run: Run) -> dict[str, Any]:

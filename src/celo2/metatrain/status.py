@@ -61,7 +61,10 @@ def _state(alive: bool, stored: dict[str, Any], rows: list[Row], saved: int | No
 
 
 def _seconds_left(stored: dict[str, Any], rows: list[Row]) -> float | None:
-    """From the pace of the last rows of one process."""
+    """From the pace of the last rows of one process; None if there are too few."""
+    total = stored["config"]["iterations"]
+    if _newest(rows, "train").get("iteration", 0) >= total:
+        return 0.0
     since = max((i for i, row in enumerate(rows) if row.get("kind") == "start"), default=0)
     train = [row for row in rows[since:] if row.get("kind") == "train"][-RECENT:]
     if len(train) < 2:
@@ -69,4 +72,4 @@ def _seconds_left(stored: dict[str, Any], rows: list[Row]) -> float | None:
     pace = (train[-1]["elapsed"] - train[0]["elapsed"]) / (
         train[-1]["iteration"] - train[0]["iteration"]
     )
-    return round(pace * max(stored["config"]["iterations"] - train[-1]["iteration"], 0), 1)
+    return round(pace * (total - train[-1]["iteration"]), 1)
