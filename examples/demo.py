@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 OPTIMIZERS = {
     "AdamW": (lambda rate: optax.adamw(rate, b2=0.95), [2e-3, 4e-3, 8e-3, 1.6e-2]),
     "Muon": (optax.contrib.muon, [1e-2, 2e-2, 4e-2, 8e-2]),
-    "Celo2": (celo2, [5e-4, 1e-3, 2e-3, 4e-3]),
+    "Celo2": (celo2, [1e-3, 2e-3, 4e-3, 8e-3]),
 }
 
 
