@@ -10,10 +10,10 @@ test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
