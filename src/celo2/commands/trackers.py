@@ -12,7 +12,7 @@ def tensorboard(out: Path) -> Tracker:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
-        raise ImportError("--tensorboard needs tensorboardX: pip install celo2[tensorboard]") from error
+        raise ImportError("--tensorboard needs tensorboardX: celo2[tensorboard]") from error
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def send(row: dict[str, Any]) -> None:
