@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 OPTIMIZERS = {
     "AdamW": (lambda rate: optax.adamw(rate, b2=0.95), [2e-3, 4e-3, 8e-3, 1.6e-2]),
     "Muon": (optax.contrib.muon, [1e-2, 2e-2, 4e-2, 8e-2]),
-    "Celo2": (celo2, [1e-3, 2e-3, 4e-3, 8e-3]),
+    "Celo2": (celo2, [2e-3, 4e-3, 8e-3, 1.6e-2]),
 }
 
 
@@ -60,6 +60,9 @@ def draw(rows: list[dict], path: Path) -> None:
         rates.plot([r["rate"] for r in mine], [r["valid_loss"] for r in mine], "o-", label=name)
     curves.set(xlabel="step", ylabel="training loss", title="each at its best rate")
     rates.set(xscale="log", xlabel="learning rate", title="validation loss at the end")
+    rates.minorticks_off()
+    ticks = [0.002, 0.005, 0.01, 0.02, 0.05]
+    rates.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     curves.legend(frameon=False)
     figure.savefig(path, dpi=150)
 

@@ -169,7 +169,7 @@ def test_trackers_get_the_numbers_of_a_row(tmp_path, monkeypatch):
 )
 def test_missing_tracker_is_named(make, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"pip install {package}"):
+    with pytest.raises(ImportError, match=f"needs {package}: pip install"):
         make(tmp_path)
 
 

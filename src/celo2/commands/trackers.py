@@ -12,7 +12,9 @@ def tensorboard(out: Path) -> Tracker:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
-        raise ImportError("--tensorboard needs tensorboardX: celo2[tensorboard]") from error
+        raise ImportError(
+            "--tensorboard needs tensorboardX: pip install 'celo2[tensorboard]'"
+        ) from error
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def send(row: dict[str, Any]) -> None:
@@ -29,7 +31,7 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
     try:
         import wandb as client  # pyright: ignore[reportMissingImports]: an option, not an extra
     except ImportError as error:
-        raise ImportError("--wandb needs the package wandb: pip install wandb") from error
+        raise ImportError("--wandb needs wandb: pip install wandb") from error
     run = client.init(project="celo2", name=out.name, dir=str(out), config=config, resume="allow")
 
     def send(row: dict[str, Any]) -> None:

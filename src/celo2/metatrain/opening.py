@@ -163,4 +163,6 @@ def _name_rule(rule: Rule | None, init_from: Any) -> dict[str, str] | None:
     if rule is None:
         return None
     name = "a Rule" if isinstance(init_from, Rule) else os.fspath(init_from)
+    if os.path.isfile(name):
+        name = os.path.basename(name)  # the origin is for others, who don't have our folders
     return {"rule": name, "sha256": files.digest(rule)}
