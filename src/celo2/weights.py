@@ -71,14 +71,18 @@ def save(rule: Rule, path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"{target.parent} is not a folder: make it before saving {target}.")
     if target.is_dir():
         raise ValueError(f"{target} is a folder: name a file in it, such as rule.safetensors.")
-    data = to_bytes(rule)
-    temporary = target.with_name(f".celo2-{secrets.token_hex(8)}.tmp")
+    write_whole(target, to_bytes(rule))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".celo2-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -129,8 +129,7 @@ def _decay(rate: float | Array, old: Array, new: Array, finite: Array) -> Array:
 def reduce_in_turn(reduce: Callable, x: Array, axes: tuple[int, ...]) -> Array:
     """`reduce` over several axes, one at a time and the last one last.
 
-    XLA vectorises a reduction over a leading axis on CPUs, and one over all axes at once it
-    does not: this takes a fifth off the whole rule.
+    On CPUs this is faster than one reduction over all of them.
     """
     for axis in axes:
         x = reduce(x, axis, keepdims=True)

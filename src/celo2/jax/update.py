@@ -125,7 +125,8 @@ FORMS: dict[str, Callable[[Array, Callable[[], Array]], Array]] = {
 def newton_schulz(x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None) -> Array:
     """Pushes the singular values of `x` towards 1, over its last two axes.
 
-    Five steps leave them roughly in [0.7, 1.2]; that is enough (Algorithm 1, step 6).
+    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough
+    (Algorithm 1, step 6).
     """
     sharding = jax.typeof(x).sharding
     if any(sharding.spec):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from celo2.metatrain import records
+from celo2.weights import write_whole
 
 PROBE_SECONDS = 0.5  # `is_alive` holds the lock for an instant; a writer waits that long
 
@@ -75,7 +75,7 @@ class RunFolder:
             raise ValueError(f"{self.config} is not JSON: {error}.") from error
 
     def write_config(self, content: dict[str, Any]) -> None:
-        records.write_whole(self.config, json.dumps(content, indent=2).encode() + b"\n")
+        write_whole(self.config, json.dumps(content, indent=2).encode() + b"\n")
 
 
 @contextmanager
