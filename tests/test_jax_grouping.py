@@ -46,3 +46,14 @@ def test_jobs_with_other_constants_are_kept_apart():
 def test_roles_forget_numbers():
     tree = {"block_0": {"query": 1.0}, "block_12": {"query": 1.0}}
     assert len(set(grouping.roles_of(tree))) == 1
+
+
+def test_no_kernel_is_compiled_for_one_tensor_only():
+    def run(jobs):
+        return grouping.for_each_shape(double_and_sum, jobs, ["role"] * len(jobs))
+
+    same = [{"x": jnp.ones((8, 16)) * i, "y": jnp.ones((8, 16))} for i in range(5)]
+    compiled = jax.jit(lambda jobs: run([(2.0, job) for job in jobs])).lower(same).compile()
+    # A slice at a constant place would make the kernels of two tensors differ.
+    assert " dynamic-slice(" in compiled.as_text()
+    assert " slice(" not in compiled.as_text()

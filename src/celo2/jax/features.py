@@ -31,7 +31,8 @@ class Features(NamedTuple):
 
 def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> Features:
     """The features of one viewed tensor, in the order of `split_first_layer`."""
-    momentum, rms, rows, cols = moments.momentum, moments.rms, moments.rows, moments.cols
+    momentum = [m.astype(jnp.float32) for m in moments.momentum]
+    rms, rows, cols = moments.rms, moments.rows, moments.cols
     inverse_rms = lax.rsqrt(rms + RMS_EPSILON)
     scales = factored_scales(axes, rows, cols)
     planes = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from celo2.jax.trees import leaf_paths
 
@@ -37,8 +37,9 @@ def for_each_shape(
             results[indices[0]] = function(static, members[0])
             continue
         stacked = _in_a_loop(functools.partial(function, static), members)
-        for position, i in enumerate(indices):
-            results[i] = jax.tree.map(lambda x, position=position: x[position], stacked)
+        for place, i in zip(_opaque_range(len(members)), indices, strict=True):
+            pick = functools.partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
+            results[i] = jax.tree.map(pick, stacked)
     return results
 
 
@@ -53,6 +54,19 @@ def _in_a_loop(function: Callable, members: list[Any]) -> Any:
         lambda _, i: (None, function(lax.switch(i, picks))), None, jnp.arange(len(members))
     )
     return stacked
+
+
+def _opaque_range(n: int) -> tuple[Array, ...]:
+    """0 … n - 1 as numbers that XLA does not know when it compiles.
+
+    XLA compiles equal kernels once, but those that read from different constant places are not
+    equal: a kernel per tensor would take most of the compile time.
+    """
+    places = tuple(map(jnp.uint32, range(n)))
+    if jax.default_backend() != "cpu":
+        return places  # a GPU would copy them one by one
+    # It would see through a single round, and through a number that does not change.
+    return lax.fori_loop(0, 2, lambda _, old: places, (jnp.uint32(n),) * n)
 
 
 def roles_of(tree) -> list[str]:

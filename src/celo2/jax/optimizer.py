@@ -1,5 +1,6 @@
 """The rule as an Optax transformation."""
 
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from celo2.jax.grouping import for_each_shape, roles_of
 from celo2.jax.moments import (
     Axes,
     Moments,
-    accumulate,
     axes_of,
     clip_gradient,
     init_moments,
@@ -82,6 +82,7 @@ def scale_by_celo2(
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
     skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
     hold_unused = not published if hold_unused is None else hold_unused
+    rolling = config.norm.startswith("rolling")
 
     def views_of(tree) -> list[MatrixView]:
         return [route.view for route in leaf_routes(tree, config, overrides, published)]
@@ -101,22 +102,30 @@ def scale_by_celo2(
             jnp.zeros([], jnp.int32), jax.tree.map(init_leaf, params), len(config.momentum_decays)
         )
 
-    def update_one(axes: Axes, job: tuple) -> tuple[Array, Moments, Array]:
-        param, grad, old = job
-        if grad.size == 0:  # nothing to move, and nothing to take a mean of
-            return param, old._replace(momentum=(), rms=()), old.moves >= 0
-        new, finite, moving = update_moments(
+    # The moments are computed tensor by tensor, in place of the old: XLA compiles equal kernels
+    # only once, and a loop would have to carry them out. One trace for each shape, by jit.
+    @functools.partial(jax.jit, static_argnums=0)
+    def remember(axes: Axes, grad: Array, old: Moments) -> tuple[Moments, Array]:
+        if grad.size == 0:
+            return old, old.moves > 0
+        new, _, moving = update_moments(
             config, axes, grad, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
         )
-        grad = jnp.where(finite, clip_gradient(grad), 0.0)
+        dtype = old.momentum[0].dtype
+        return new._replace(momentum=tuple(m.astype(dtype) for m in new.momentum)), moving
+
+    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array | None]:
+        param, grad, moments, moving = job
+        if grad.size == 0:  # nothing to move, and nothing to take a mean of
+            return param, moments.running_rms
+        # What does not move has a gradient of zeros, or one that is not finite.
+        grad = jnp.where(moving, clip_gradient(grad), 0.0)
         step, running_rms = tensor_update(
-            config, weights, axes, param, grad, new, newton_schulz_dtype
+            config, weights, axes, param, grad, moments, newton_schulz_dtype
         )
-        running_rms = jnp.where(moving, running_rms, old.running_rms)
-        # What is as large as the tensor is left out: it is cheaper to compute it once more, in
-        # the place of the old, than to carry it out of a loop.
-        small = new._replace(momentum=(), rms=(), running_rms=running_rms)
-        return jnp.where(moving, step, 0.0), small, finite
+        if rolling:
+            running_rms = jnp.where(moving, running_rms, moments.running_rms)
+        return jnp.where(moving, step, 0.0), running_rms
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -128,27 +137,30 @@ def scale_by_celo2(
         grads, treedef = jax.tree.flatten(updates)
         views = views_of(params)
         memory = _unpack(state, params, len(config.momentum_decays))
-        jobs = []
+        jobs, stored = [], []
         for grad, param, view, old in zip(
             grads, jax.tree.leaves(params), views, memory, strict=True
         ):
+            shape = grad.shape
             param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
             old = _map_whole(lambda x, view=view: to_view(x, view), old)
-            jobs.append((axes, (param, grad, old)))
-
-        steps, stored = [], []
-        results = for_each_shape(update_one, jobs, roles_of(params))
-        for leaf, view, (_, (_, grad, old)), (step, new, finite) in zip(
-            grads, views, jobs, results, strict=True
-        ):
-            momentum, rms = accumulate(config, grad, old.momentum, old.rms, finite)
-            momentum = tuple(m.astype(old.momentum[0].dtype) for m in momentum)
-            new = new._replace(momentum=momentum, rms=rms)
-            shape = leaf.shape
+            new, moving = remember(axes, grad, old)
+            seen = new._replace(skipped=None)
+            if not rolling:
+                seen = seen._replace(running_rms=None, moves=None)
+            jobs.append((axes, (param, grad, seen, moving)))
             stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
-            steps.append(from_view(step, view, shape).astype(leaf.dtype))
+
+        steps = []
+        results = for_each_shape(update_one, jobs, roles_of(params))
+        for i, (leaf, view, (step, running_rms)) in enumerate(
+            zip(grads, views, results, strict=True)
+        ):
+            steps.append(from_view(step, view, leaf.shape).astype(leaf.dtype))
+            if rolling:
+                stored[i] = stored[i]._replace(running_rms=running_rms)
         count = jnp.asarray(optax.safe_increment(state.count))
         new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
         return treedef.unflatten(steps), new_state

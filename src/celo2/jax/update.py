@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,7 +85,8 @@ def apply_mlp(
     """
     planes = [math.prod(plane.factors, start=plane.value) for plane in features.planes]
     hidden = [
-        bias + _weighted_sum(kernels[0][:, h], planes) for h, bias in enumerate(weights["b0"])
+        bias + _weighted_sum([kernel[h] for kernel in kernels[0]], planes)
+        for h, bias in enumerate(weights["b0"])
     ]
     for kernel, stripes in zip(kernels[1:], features.stripes, strict=True):
         weighted = jnp.sum(kernel * stripes[:, None], 0)
@@ -105,7 +106,7 @@ def _neuron(weights: Weights, layer: int, inputs: list[Array], unit: int) -> Arr
     return _weighted_sum(weights[f"w{layer}"][:, unit], inputs) + weights[f"b{layer}"][unit]
 
 
-def _weighted_sum(weights: Array, values: list[Array]) -> Array:
+def _weighted_sum(weights: Sequence[Array] | Array, values: list[Array]) -> Array:
     total = weights[0] * values[0]
     for i in range(1, len(values)):
         total = total + weights[i] * values[i]
@@ -167,7 +168,8 @@ def _gram_polynomial(gram: Array, steps: int) -> Array:
 
 def rms(update: Array) -> Array:
     """The root mean square of each slice."""
-    return jnp.sqrt(reduce_in_turn(jnp.mean, jnp.square(update), MATRIX) + EPSILON)
+    total = reduce_in_turn(jnp.sum, jnp.square(update), MATRIX)
+    return jnp.sqrt(total / _matrix_size(update) + EPSILON)
 
 
 def _mean_rms(update: Array, moments: Moments) -> Array:
