@@ -10,6 +10,7 @@ from celo2.tasks.text import Corpus
 from conftest import data_folder
 
 TINY_LM = LMConfig(16, 1, 8, 16)
+NEED_TEXT = ("lm30m", "gpt2", "gpt3xl")
 
 
 def colour_set():
@@ -18,7 +19,7 @@ def colour_set():
 
 
 def corpus():
-    tokens = np.tile(np.arange(20, dtype=np.uint8), 30)
+    tokens = np.tile(np.arange(20, dtype=np.uint8), 120)
     return Corpus("count", "test", tokens, tokens, 256)
 
 
@@ -114,15 +115,33 @@ def test_evaluation_averages_its_batches(digits):
     assert float(trainer.evaluate(state, key)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [n for n, spec in TASKS.items() if spec.train is supervised])
 def test_default_batch_is_the_one_the_table_states(name):
     spec = TASKS[name]
-    folder = data_folder() if "image-" in name or "cifar" in name else None
-    task = spec.make(data=folder)
+    if name in NEED_TEXT:
+        task = spec.make(text=corpus())
+    else:
+        task = spec.make(data=data_folder() if "image-" in name or "cifar" in name else None)
     batch = jax.eval_shape(lambda d, k: task.sample(d, k, "train"), task.data, jax.random.key(0))
     assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {spec.batch}
     params = jax.eval_shape(task.init, jax.random.key(0))
     assert spec.metric in jax.eval_shape(task.loss, params, batch)[1]
+
+
+@pytest.mark.parametrize("name", [n for n, spec in TASKS.items() if spec.blank is not None])
+def test_blank_task_has_the_shapes_of_the_table(name):
+    spec = TASKS[name]
+    task = spec.blank()
+    batch = jax.eval_shape(lambda d, k: task.sample(d, k, "train"), task.data, jax.random.key(0))
+    assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {spec.batch}
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    assert spec.metric in jax.eval_shape(task.loss, params, batch)[1]
+
+
+@pytest.mark.parametrize("name", NEED_TEXT)
+def test_paper_s_language_models_need_a_text(name):
+    with pytest.raises(ValueError, match=f"{name} has 50,304 tokens: name the `text`"):
+        TASKS[name].make()
 
 
 def test_language_tasks_take_another_text(tmp_path):

@@ -104,6 +104,13 @@ def load(name: str, data: str | os.PathLike | None = None, size: Size = "8x8") -
     return ImageSet(name, str(path), **read_arrays(path, image_shape(name, size)))
 
 
+def blank(name: str, size: Size = "8x8") -> ImageSet:
+    """One black image of that dataset's shape, for a model's shapes without its data."""
+    shape = (8, 8) if name == EMBEDDED else image_shape(name, size)
+    x, y = np.zeros((1, *shape), np.uint8), np.zeros(1, np.uint8)
+    return ImageSet(name, "nowhere", x, y, x, y)
+
+
 def image_shape(name: str, size: Size) -> tuple[int, ...]:
     """The shape of one image in the file of that dataset and size."""
     return (8, 8) if size == "8x8" else FULL_SHAPES[name]
@@ -202,7 +209,7 @@ def _digits() -> ImageSet:
     pixels, labels = load_digits(return_X_y=True)
     # Grey levels 0…16 to 0…255, rounded half up.
     x = np.floor(pixels.reshape(-1, 8, 8) * (255 / 16) + 0.5).astype(np.uint8)
-    y = labels.astype(np.uint8)
+    y = np.asarray(labels, np.uint8)
     # The images come writer by writer; RandomState's stream never changes between versions.
     order = np.random.RandomState(0).permutation(len(x))
     train, test = np.split(order, [int(0.8 * len(x))])

@@ -32,20 +32,6 @@ class Trainer(NamedTuple):
     evaluate: Callable[[Any, jax.Array], dict[str, jax.Array]]  # state, key -> metrics
 
 
-class TaskSpec(NamedTuple):
-    """A task's entry in the table: how to make it, and how long a small run of it is.
-
-    `make` takes the keywords `batch` and `data` (a folder), and for language models `text`.
-    `metric` names the validation metric by which runs are compared; lower is better.
-    """
-
-    make: Callable[..., Task]
-    steps: int
-    batch: int
-    metric: str = "loss"
-    updates_per_step: int = 1
-
-
 class TrainState(NamedTuple):
     """The parameters and the optimizer's state."""
 
@@ -86,3 +72,35 @@ def supervised(
         return jax.tree.map(jnp.mean, rows)
 
     return Trainer(init, partial(jax.jit(step), task.data), partial(jax.jit(evaluate), task.data))
+
+
+def over_seeds(trainer: Trainer) -> Trainer:
+    """The trainer of several runs side by side: its keys, state and metrics have a leading axis.
+
+    >>> def count(state, key):
+    ...     return state + 1, {"count": state}
+    >>> trainer = over_seeds(Trainer(jax.random.bits, count, lambda state, key: {}))
+    >>> state = trainer.init(jax.random.split(jax.random.key(0), 3))
+    >>> state.shape
+    (3,)
+    """
+    return Trainer(*(jax.jit(jax.vmap(function)) for function in trainer))
+
+
+class TaskSpec(NamedTuple):
+    """A task's entry in the table: how to make and train it, and how long a small run of it is.
+
+    `train(make(...), tx)` is its trainer. `make` takes the keywords `batch` and `data` (a folder),
+    and for language models `text`; what it returns is for `train` alone to understand.
+    `metric` names the validation metric by which runs are compared. `blank` is `make` without
+    data, for shapes alone; None where `make` needs none.
+    """
+
+    make: Callable[..., Any]
+    steps: int
+    batch: int
+    metric: str = "loss"
+    updates_per_step: int = 1
+    higher_is_better: bool = False
+    train: Callable[[Any, optax.GradientTransformation], Trainer] = supervised
+    blank: Callable[..., Any] | None = None

@@ -82,6 +82,12 @@ def load_tokens(
     return Corpus(Path(train).stem, f"{train}, {valid}", train_map, valid_map, vocab)
 
 
+def blank(vocab: int, length: int) -> Corpus:
+    """One window of nothing, for a model's shapes without its data."""
+    tokens = np.zeros(length, np.uint8 if vocab <= BYTES else np.uint16)
+    return Corpus("blank", "nowhere", tokens, tokens, vocab)
+
+
 def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
     """int32 [batch, length]: runs of tokens from random places of a device array."""
     _check_length(tokens, length)

@@ -1,0 +1,221 @@
+"""Proximal policy optimization on MinAtar games: a trainer whose steps are PPO iterations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from celo2.tasks import actor_critic, rollout
+from celo2.tasks.actor_critic import ACTIVATIONS, Activation
+from celo2.tasks.rollout import GAMES, Samples, Tables
+from celo2.tasks.task import Trainer
+
+MAX_GRADIENT_NORM = 0.5
+# AdamW's settings in the paper's table; its learning rate there is 1e-3.
+ADAMW = {"b1": 0.9, "b2": 0.999, "eps": 1e-5, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """The paper's table for PPO; `epochs` and `minibatches` are not in it.
+
+    They are those which purejaxrl, the framework it names, uses for these games.
+    """
+
+    game: str = "asterix"
+    env_steps: int = 10_000_000  # of a whole run, over all environments
+    environments: int = 64
+    rollout: int = 128  # actions per environment and iteration
+    epochs: int = 4
+    minibatches: int = 8
+    discount: float = 0.99
+    trace: float = 0.95  # GAE's λ
+    clip: float = 0.2
+    entropy_weight: float = 0.01
+    value_weight: float = 0.5
+    hidden: tuple[int, ...] = (64, 64)
+    activation: Activation = "tanh"
+
+    def __post_init__(self):
+        if self.game not in GAMES:
+            raise ValueError(f"game={self.game!r} is not one of {', '.join(GAMES)}.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation={self.activation!r} is not one of {', '.join(ACTIVATIONS)}."
+            )
+        for name in ("environments", "rollout", "epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("discount", "trace"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1.")
+        for name in ("clip", "entropy_weight", "value_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        if not self.hidden or min(self.hidden) < 1:
+            raise ValueError(f"hidden={self.hidden} must name the width of one layer or more.")
+        if self.samples % self.minibatches:
+            raise ValueError(
+                f"minibatches={self.minibatches} must divide environments × rollout = "
+                f"{self.samples}."
+            )
+        if self.env_steps < self.samples:
+            raise ValueError(
+                f"env_steps={self.env_steps} is less than one iteration's environments × "
+                f"rollout = {self.samples}."
+            )
+
+    @property
+    def samples(self) -> int:
+        """Environment steps of one iteration."""
+        return self.environments * self.rollout
+
+    @property
+    def iterations(self) -> int:
+        """The trainer's steps in a whole run."""
+        return self.env_steps // self.samples
+
+    @property
+    def updates_per_step(self) -> int:
+        """The optimizer's updates in one iteration."""
+        return self.epochs * self.minibatches
+
+
+class PPOState(NamedTuple):
+    """The learner, the games it is playing, and the environment steps it has taken."""
+
+    params: Any
+    optimizer: Any
+    tables: Tables
+    env_steps: Array
+
+
+def ppo(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
+    """The trainer whose step plays `config.rollout` actions everywhere, then learns from them.
+
+    `tx` sees the bare gradients, `config.updates_per_step` times a step: clipping and schedule
+    are its own, see `paper_optimizer`. A step's `return`, and `evaluate`'s, is the mean over the
+    environments' latest finished training episodes, as in the paper's curves: higher is better.
+    No games are played for evaluation, and its key is not used. `over_seeds` trains several.
+
+    >>> config = PPOConfig("breakout")
+    >>> trainer = ppo(config, paper_optimizer(config, optax.adamw, 1e-3))
+    >>> state = trainer.init(jax.random.key(0))
+    >>> state, metrics = trainer.step(state, jax.random.key(1))  # doctest: +SKIP
+    """
+    game = rollout.load_game(config.game)
+
+    def init(key):
+        network_key, game_key = jax.random.split(key)
+        params = actor_critic.init(network_key, game.inputs, game.actions, config.hidden)
+        tables = rollout.start(game, game_key, config.environments)
+        return PPOState(params, tx.init(params), tables, jnp.zeros((), jnp.int32))
+
+    def step(state, key):
+        play_key, learn_key = jax.random.split(key)
+        params, optimizer = state.params, state.optimizer
+        tables, samples = rollout.play(
+            game, params, state.tables, play_key, config.rollout, config.activation
+        )
+        last_value = actor_critic.value(params, tables.observation, config.activation)
+        batch = label(config, samples, last_value)
+        (params, optimizer), losses = learn(config, tx, params, optimizer, batch, learn_key)
+        env_steps = state.env_steps + config.samples
+        metrics = {**losses, **scores(tables), "env_steps": env_steps}
+        return PPOState(params, optimizer, tables, env_steps), metrics
+
+    return Trainer(init, jax.jit(step), jax.jit(lambda state, key: scores(state.tables)))
+
+
+def paper_optimizer(
+    config: PPOConfig,
+    optimizer: Callable[[optax.Schedule], optax.GradientTransformation],
+    learning_rate: float,
+) -> optax.GradientTransformation:
+    """`optimizer`, a function of a schedule, as the paper uses it here.
+
+    The gradient's global norm is clipped to 0.5 before it, and the learning rate falls linearly
+    to zero over the whole run. AdamW is `functools.partial(optax.adamw, **ADAMW)`.
+    """
+    updates = config.iterations * config.updates_per_step
+    schedule = optax.linear_schedule(learning_rate, 0.0, updates)
+    return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optimizer(schedule))
+
+
+class Batch(NamedTuple):
+    """Samples to learn from, in any order."""
+
+    observation: Array  # [B, inputs]
+    action: Array  # the rest [B]
+    log_probability: Array
+    value: Array
+    advantage: Array
+
+
+def label(config: PPOConfig, samples: Samples, last_value: Array) -> Batch:
+    """A rollout's samples in one row, with their advantages."""
+    advantage = rollout.advantages(samples, last_value, config.discount, config.trace)
+    batch = Batch(*samples[:4], advantage)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+
+def learn(
+    config: PPOConfig,
+    tx: optax.GradientTransformation,
+    params: Any,
+    optimizer: Any,
+    batch: Batch,
+    key: Array,
+) -> tuple[tuple[Any, Any], dict[str, Array]]:
+    """Params and optimizer after all epochs, and the losses' mean over the updates."""
+    count = len(batch.action)
+
+    def update(carry, rows):
+        params, optimizer = carry
+        part = jax.tree.map(lambda x: x[rows], batch)
+        grads, losses = jax.grad(partial(loss, config), has_aux=True)(params, part)
+        updates, optimizer = tx.update(grads, optimizer, params)
+        return (optax.apply_updates(params, updates), optimizer), losses
+
+    keys = jax.random.split(key, config.epochs)
+    rows = jax.vmap(lambda key: shuffle(key, count, config.minibatches))(keys)
+    rows = rows.reshape(config.updates_per_step, -1)
+    carry, losses = jax.lax.scan(update, (params, optimizer), rows)
+    return carry, jax.tree.map(jnp.mean, losses)
+
+
+def shuffle(key: Array, count: int, minibatches: int) -> Array:
+    """[minibatches, count / minibatches]: every index below `count` once, in random order."""
+    return jax.random.permutation(key, count).reshape(minibatches, -1)
+
+
+def loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    """The clipped policy loss, plus the clipped value loss, minus the entropy bonus."""
+    logits = actor_critic.logits(params, batch.observation, config.activation)
+    value = actor_critic.value(params, batch.observation, config.activation)
+    centred = batch.advantage - jnp.mean(batch.advantage)
+    advantage = centred / (jnp.std(batch.advantage) + 1e-8)
+
+    ratio = jnp.exp(actor_critic.log_probability(logits, batch.action) - batch.log_probability)
+    near = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
+    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, near * advantage))
+
+    target = batch.advantage + batch.value
+    near = batch.value + jnp.clip(value - batch.value, -config.clip, config.clip)
+    errors = jnp.maximum(jnp.square(value - target), jnp.square(near - target))
+    value_loss = 0.5 * jnp.mean(errors)
+
+    entropy = jnp.mean(actor_critic.entropy(logits))
+    total = policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
+    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    return total, {"loss": total, **parts}
+
+
+def scores(tables: Tables) -> dict[str, Array]:
+    """The games' mean return, and how many episodes have ended."""
+    return {"return": rollout.mean_return(tables), "episodes": jnp.sum(tables.episodes)}
