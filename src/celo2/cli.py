@@ -5,6 +5,7 @@ To add a subcommand, add a line to COMMANDS. Whatever it imports, it imports whe
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -132,42 +133,19 @@ class Command(NamedTuple):
     reads_arguments: bool = False  # itself: its function is given the list of them
 
 
-def _load_data() -> Callable[..., Any]:
-    from celo2.commands.data import data_command
-
-    return data_command
-
-
-def _load_meta_train() -> Callable[..., Any]:
-    from celo2.commands.meta_train import main
-
-    return main
-
-
-def _load_status() -> Callable[..., Any]:
-    from celo2.commands.status import status
-
-    return status
-
-
-def _load_try() -> Callable[..., Any]:
-    from celo2.commands.try_rule import try_rule
-
-    return try_rule
-
-
-def _load_plot() -> Callable[..., Any]:
-    from celo2.commands.plot import plot
-
-    return plot
+def _later(module: str, function: str) -> Callable[[], Callable[..., Any]]:
+    """What imports a function of `celo2.commands`, when called."""
+    return lambda: getattr(importlib.import_module(f"celo2.commands.{module}"), function)
 
 
 COMMANDS = {
-    "meta-train": Command("make a rule", _load_meta_train, reads_arguments=True),
-    "status": Command("show how far a meta-training run is", _load_status),
-    "plot": Command("draw a meta-training run", _load_plot),
-    "try": Command("try a rule on held-out problems", _load_try),
-    "data": Command("download the image sets: celo2 data fetch", _load_data),
+    "meta-train": Command("make a rule", _later("meta_train", "main"), reads_arguments=True),
+    "status": Command("show how far a meta-training run is", _later("status", "status")),
+    "plot": Command("draw a meta-training run", _later("plot", "plot")),
+    "try": Command("try a rule on held-out problems", _later("try_rule", "try_rule")),
+    "run": Command("train a task with an optimizer", _later("run", "run")),
+    "sweep": Command("compare optimizers: the runs of a recipe", _later("sweep", "sweep")),
+    "data": Command("download the image sets: celo2 data fetch", _later("data", "data_command")),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),

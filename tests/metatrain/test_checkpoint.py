@@ -6,8 +6,9 @@ import time
 import pytest
 from tiny_runs import digest, newest, of_kind, run, shared_programs, tiny
 
-from celo2.metatrain import checkpoint, status
-from celo2.metatrain.folder import RunRefused
+from celo2.metatrain import status
+from celo2.runs import checkpoint
+from celo2.runs.folder import RunRefused
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_runs import FLAGS, of_kind, run, shared_programs, tiny
 
-from celo2.metatrain import records
-from celo2.metatrain.checkpoint import read
+from celo2.runs import records
+from celo2.runs.checkpoint import read
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]

@@ -11,6 +11,7 @@ from quadratics import RULE, WEIGHTS, quadratic
 
 import celo2
 from celo2 import cli
+from celo2.baselines import muon
 from celo2.metatrain import heldout, smallconv
 from celo2.rule import Rule
 from celo2.tasks import Task
@@ -107,7 +108,7 @@ def test_diverged_run_counts_as_the_worst_loss(offset):
 def test_muon_takes_what_the_rule_takes():
     params = smallconv.init(jax.random.key(0))
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
-    tx = heldout._muon(lambda count: 1.0)
+    tx = muon(lambda count: 1.0)
     updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
     folded = updates["conv_1"]["kernel"].reshape(-1, 32)
     singular = np.linalg.svd(folded, compute_uv=False)

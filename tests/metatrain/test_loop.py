@@ -9,18 +9,18 @@ import celo2
 from celo2.metatrain import (
     Diverged,
     Limits,
-    checkpoint,
     metatrain,
     opening,
-    records,
     status,
     watch,
 )
-from celo2.metatrain.config import to_fields
 from celo2.metatrain.family import load_family
-from celo2.metatrain.folder import RunFolder, RunRefused
+from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.loop import next_stop
 from celo2.rule import CELO2, Rule, initial_weights
+from celo2.runs import checkpoint, records
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunRefused
 from celo2.weights import digest as digest_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -156,7 +156,7 @@ def test_a_run_can_be_made_longer_under_a_constant_rate(tmp_path):
 
 
 def test_a_run_with_cosine_decay_keeps_its_length(tmp_path):
-    out = RunFolder(tmp_path)
+    out = MetaFolder(tmp_path)
     config = tiny(decay="cosine")
     out.write_config({"config": to_fields(config), "data": load_family(TINY).checksums})
     with pytest.raises(RunRefused, match="iterations is 13, was 12"):
@@ -177,7 +177,7 @@ def test_rule_of_another_kind_is_refused_before_anything_is_written(tmp_path):
     rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(5)))
     with pytest.raises(ValueError, match=r"rule.hidden is \[8, 8\], not \[4\]"):
         run(tmp_path / "run", init_from=rule)
-    assert not RunFolder(tmp_path / "run").has_run()
+    assert not MetaFolder(tmp_path / "run").has_run()
 
 
 def test_best_rule_is_kept_and_survives_resuming(tmp_path):

@@ -11,9 +11,10 @@ from tiny_runs import FLAGS, TINY, digest, newest, of_kind, run, shared_programs
 from celo2 import cli
 from celo2.commands import meta_train, trackers
 from celo2.commands.meta_train import largest_divisor, parse
-from celo2.metatrain import PRESETS, records
-from celo2.metatrain.config import to_fields
-from celo2.metatrain.folder import RunFolder
+from celo2.metatrain import PRESETS
+from celo2.runs import records
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunFolder
 from celo2.tasks import fetch
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

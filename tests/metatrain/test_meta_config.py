@@ -2,15 +2,9 @@ import json
 
 import pytest
 
-from celo2.metatrain.config import (
-    PRESETS,
-    MetaConfig,
-    differences,
-    from_fields,
-    read_toml,
-    to_fields,
-)
+from celo2.metatrain.config import PRESETS, MetaConfig, from_fields, read_toml
 from celo2.rule import CELO2_BASE, RuleConfig
+from celo2.runs.fields import differences, to_fields
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import functools
 import pytest
 
 from celo2.metatrain import MetaConfig, metatrain, opening, status
-from celo2.metatrain.checkpoint import read_newest
 from celo2.metatrain.outer import build
 from celo2.rule import RuleConfig
+from celo2.runs.checkpoint import read_newest
 
 TINY = MetaConfig(
     rule=RuleConfig(hidden=(4,)),

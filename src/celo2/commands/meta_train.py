@@ -15,10 +15,12 @@ import tyro
 from celo2.commands import trackers
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, metatrain
-from celo2.metatrain.config import from_fields, read_toml, to_fields
+from celo2.metatrain.config import from_fields, read_toml
 from celo2.metatrain.family import count_problems
-from celo2.metatrain.folder import RunFolder
 from celo2.rule import Rule
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunFolder
+from celo2.runs.machine import cores
 
 DIVERGED = 3  # exit status
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --meta.learning-rate
@@ -135,13 +137,6 @@ def start_devices(options: Options) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
     if several:
         jax.distributed.initialize(options.coordinator, options.process_count, options.process_id)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -1,15 +1,14 @@
 """Everything that decides a meta-training run."""
 
-import dataclasses
 import math
 import tomllib
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 from celo2.rule import CELO2, CELO2_BASE, RuleConfig
+from celo2.runs.fields import replace_fields
 
 Estimator = Literal["pes", "truncated_es", "full_es"]
 Augmentation = Literal["none", "global", "tensor", "parameter"]
@@ -104,18 +103,13 @@ PRESETS = {
 }
 
 
-def to_fields(config: MetaConfig) -> dict[str, Any]:
-    """The config as JSON has it: the rule's fields in a dict of their own, tuples as lists."""
-    return _as_json(dataclasses.asdict(config))
-
-
 def from_fields(fields: Mapping[str, Any], base: MetaConfig | None = None) -> MetaConfig:
     """`base` (the paper's config) with these fields in place of its own, checked by type.
 
     >>> from_fields({"problems": 4, "rule": {"hidden": [4]}}).rule.hidden
     (4,)
     """
-    return _replace(base or MetaConfig(), fields, "")
+    return replace_fields(base or MetaConfig(), fields)
 
 
 def read_toml(path: str | Path, base: MetaConfig | None = None) -> MetaConfig:
@@ -124,51 +118,3 @@ def read_toml(path: str | Path, base: MetaConfig | None = None) -> MetaConfig:
         return from_fields(tomllib.loads(Path(path).read_text("utf-8")), base)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def differences(ours: MetaConfig, theirs: MetaConfig) -> dict[str, tuple[Any, Any]]:
-    """Every field in which two configs differ, `rule.form` and the like, with both values."""
-    a, b = _flatten(to_fields(ours)), _flatten(to_fields(theirs))
-    return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_json(v) for key, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
-    rule = {f"rule.{name}": value for name, value in fields["rule"].items()}
-    return {name: value for name, value in fields.items() if name != "rule"} | rule
-
-
-def _replace(base: Any, fields: Mapping[str, Any], prefix: str) -> Any:
-    hints = get_type_hints(type(base))
-    changes = {}
-    for name, value in fields.items():
-        if name not in hints:
-            known = ", ".join(prefix + known for known in hints)
-            raise ValueError(f"{prefix}{name} is not a field; there are {known}.")
-        if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
-            changes[name] = _replace(getattr(base, name), value, f"{prefix}{name}.")
-        else:
-            changes[name] = _fit(hints[name], value, prefix + name)
-    return dataclasses.replace(base, **changes)
-
-
-def _fit(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the field's type has it: an int may stand for a float, a list for a tuple."""
-    kind, of = get_origin(hint), get_args(hint)
-    if kind in (Union, types.UnionType):
-        return None if value is None else _fit(of[0], value, name)
-    if kind is tuple and isinstance(value, (list, tuple)):
-        hints = of[:1] * len(value) if of[-1] is Ellipsis else of
-        if len(hints) == len(value):
-            return tuple(_fit(h, v, name) for h, v in zip(hints, value, strict=True))
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif kind is Literal or (isinstance(hint, type) and type(value) is hint):
-        return value
-    wanted = hint.__name__ if isinstance(hint, type) and not of else str(hint)
-    raise ValueError(f"{name}={value!r} is not of type {wanted}.")

@@ -1,6 +1,5 @@
 """From a config to the tasks it trains on, and the checksums of their data."""
 
-import importlib
 from os import PathLike
 from typing import NamedTuple
 
@@ -8,8 +7,9 @@ import jax
 import numpy as np
 
 from celo2.metatrain.config import MetaConfig
-from celo2.metatrain.digest import digest_arrays, name_arrays
 from celo2.metatrain.inner import Family, image_family, task_family
+from celo2.runs.address import import_function
+from celo2.runs.digest import digest_arrays, name_arrays
 from celo2.tasks import Task, images
 
 
@@ -49,21 +49,7 @@ def count_problems(config: MetaConfig, data: str | PathLike | None = None) -> in
 
 def import_task(address: str) -> Task:
     """What the function at `module:function` returns, which must be a Task."""
-    module_name, colon, function_name = address.partition(":")
-    if not (module_name and colon and function_name):
-        raise ValueError(f"task={address!r} is not module:function, such as own_task:make.")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise
-        raise ValueError(
-            f"task={address!r}: there is no module {module_name!r}; "
-            "run in its folder, or put that folder on PYTHONPATH."
-        ) from error
-    except AttributeError as error:
-        raise ValueError(f"task={address!r}: {module_name} has no {function_name!r}.") from error
-    task = function()
+    task = import_function(address, "task", "own_task:make")()
     if not isinstance(task, Task):
         raise ValueError(f"task={address!r} returned a {type(task).__name__}, not a Task.")
     return task

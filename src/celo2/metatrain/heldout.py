@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax import Array, lax
 
+from celo2.baselines import adamw, muon
 from celo2.jax import celo2
-from celo2.jax.alias import route_all
 from celo2.metatrain.smallconv import digits_convnet
-from celo2.rule import CELO2, Rule, RuleConfig
+from celo2.rule import Rule, RuleConfig
 from celo2.tasks import TASKS, Task
 
 Size = Literal["quick", "full"]
@@ -204,36 +204,9 @@ def _optimizer(
     return celo2(schedule, rule=Rule(kind, weights))
 
 
-def _adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(schedule, 0.9, 0.95, weight_decay=0.0)
-
-
-def _muon(schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Muon on what Celo2's rule updates, in the same matrix views, and AdamW on the rest."""
-
-    def dimensions(params):
-        routes = route_all(params, CELO2)
-        return jax.tree.structure(params).unflatten(
-            [
-                optax.contrib.MuonDimensionNumbers(route.view.rows, route.view.columns)
-                if route.updater == "rule"
-                else None
-                for route in routes
-            ]
-        )
-
-    # An RMS like AdamW's, so that one rate suits both.
-    return optax.contrib.muon(
-        schedule,
-        adam_b2=0.95,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=dimensions,
-    )
-
-
 # The best rates of runs this short; all ranges are equally wide.
 RULE_RATES = (5e-4, 1e-2)
 BASELINES = {
-    "adamw": Baseline(_adamw, (2e-3, 4e-2)),
-    "muon": Baseline(_muon, (4e-3, 8e-2)),
+    "adamw": Baseline(adamw, (2e-3, 4e-2)),
+    "muon": Baseline(muon, (4e-3, 8e-2)),
 }

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from celo2.metatrain.config import MetaConfig
-from celo2.metatrain.folder import RunFolder, locked
+from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.opening import in_primary, open_run
 from celo2.metatrain.outer import CHUNK
-from celo2.metatrain.records import Row
 from celo2.metatrain.run import Run, advance, close_run, held_out, record, save_run, some_process
 from celo2.metatrain.watch import Diverged, Limits, Streaks, inspect
 from celo2.rule import Rule
+from celo2.runs.folder import locked
+from celo2.runs.records import Row
 from celo2.tasks import Task
 
 SAVE_SECONDS = 300.0
@@ -62,7 +63,7 @@ def metatrain(
             raise ValueError(f"{name}={value} must be at least 1.")
     limits = limits or Limits()
     deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-    folder = RunFolder(Path(out))
+    folder = MetaFolder(Path(out))
     with ExitStack() as stack:
         in_primary(lambda: stack.enter_context(locked(folder)))
         run = open_run(folder, config, data, task, resume, init_from)

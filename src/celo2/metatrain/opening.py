@@ -10,15 +10,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from celo2 import weights as files
-from celo2.metatrain import checkpoint, records
-from celo2.metatrain.checkpoint import Checkpoint, Damage
-from celo2.metatrain.config import MetaConfig, differences, from_fields, to_fields
+from celo2.metatrain.config import MetaConfig, from_fields
 from celo2.metatrain.family import load_family
-from celo2.metatrain.folder import RunFolder, RunRefused
+from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import build, make_mesh
-from celo2.metatrain.records import Row
 from celo2.metatrain.run import Run, identity, is_primary, some_process
 from celo2.rule import Rule
+from celo2.runs import checkpoint, records
+from celo2.runs.checkpoint import Checkpoint, Damage
+from celo2.runs.fields import differences, to_fields
+from celo2.runs.folder import RunRefused
+from celo2.runs.records import Row
 from celo2.tasks import Task
 
 FRESH = {"elapsed": 0.0, "best": None, "tried": None}
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 
 def open_run(
-    folder: RunFolder,
+    folder: MetaFolder,
     config: MetaConfig,
     data: str | PathLike | None,
     task: Task | None,
@@ -79,7 +81,7 @@ def in_primary(action: Callable[[], T]) -> T | None:
 
 
 def _prepare(
-    folder: RunFolder, config: MetaConfig, checksums: dict[str, str], resume: bool
+    folder: MetaFolder, config: MetaConfig, checksums: dict[str, str], resume: bool
 ) -> tuple[Checkpoint | None, list[Damage]]:
     """The checkpoint to go on from, and those put aside; leaves the folder ready to be written."""
     if folder.has_run() and not resume:
@@ -105,7 +107,7 @@ def _prepare(
     return found, damages
 
 
-def _share(folder: RunFolder, found: Checkpoint | None) -> Checkpoint | None:
+def _share(folder: MetaFolder, found: Checkpoint | None) -> Checkpoint | None:
     """The checkpoint that process 0 found, in every process."""
     if jax.process_count() == 1:
         return found
@@ -118,7 +120,7 @@ def _share(folder: RunFolder, found: Checkpoint | None) -> Checkpoint | None:
 
 
 def check_same(
-    folder: RunFolder, config: MetaConfig, checksums: dict[str, str], stored: dict[str, Any]
+    folder: MetaFolder, config: MetaConfig, checksums: dict[str, str], stored: dict[str, Any]
 ) -> None:
     """Raises a RunRefused that names every field in which a resumed run would differ.
 

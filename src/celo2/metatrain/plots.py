@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from celo2 import weights
-from celo2.metatrain import records
 from celo2.rule import FEATURES, Rule, RuleConfig
+from celo2.runs import records
 
 Row = dict[str, Any]
 

@@ -1,7 +1,6 @@
 """One run under way: advanced, recorded, tried, saved."""
 
 import errno
-import importlib.metadata
 import os
 import socket
 import time
@@ -15,12 +14,14 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from celo2 import weights as files
-from celo2.metatrain import checkpoint, records
-from celo2.metatrain.config import MetaConfig, to_fields
-from celo2.metatrain.folder import RunFolder
+from celo2.metatrain.config import MetaConfig
+from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import MetaMetrics, MetaState, Program
-from celo2.metatrain.records import Row
 from celo2.rule import Rule
+from celo2.runs import checkpoint, records
+from celo2.runs.fields import to_fields
+from celo2.runs.machine import version
+from celo2.runs.records import Row
 
 DISK_FULL = os.strerror(errno.ENOSPC)
 FAILED_SAVES = 3  # in a row, after which a run stops
@@ -30,7 +31,7 @@ FAILED_SAVES = 3  # in a row, after which a run stops
 class Run:
     """What a run knows of itself; `state` is all that its future needs."""
 
-    folder: RunFolder
+    folder: MetaFolder
     config: MetaConfig
     names: tuple[str, ...]
     checksums: dict[str, str]
@@ -73,13 +74,6 @@ class Run:
             "pid": os.getpid(),
             "time": time.time(),
         }
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("celo2")
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path, never installed
-        return "0+unknown"
 
 
 def is_primary() -> bool:
@@ -194,7 +188,7 @@ def _settle(run: Run) -> None:
 
 def _begin_save(run: Run) -> None:
     run.saved_at = time.monotonic()
-    checkpoint.save(run.manager, run.state, _meta(run))
+    checkpoint.save(run.manager, int(run.state.iteration), run.state, _meta(run))
     run.saved, run.pending = run.iteration, True
 
 

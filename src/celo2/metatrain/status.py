@@ -4,9 +4,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from celo2.metatrain import checkpoint, records
-from celo2.metatrain.folder import RunFolder, is_alive, read_owner
-from celo2.metatrain.records import Row
+from celo2.runs import checkpoint, records
+from celo2.runs.folder import RunFolder, is_alive, read_owner
+from celo2.runs.records import Row
 
 RECENT = 50  # rows
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from celo2.metatrain import records
-from celo2.metatrain.folder import RunFolder, RunRefused, is_alive, locked, read_owner
+from celo2.runs import records
+from celo2.runs.folder import RunFolder, RunRefused, is_alive, locked, read_owner
 
 HOLD = (
     "import sys, time\n"
     "from pathlib import Path\n"
-    "from celo2.metatrain.folder import RunFolder, locked\n"
+    "from celo2.runs.folder import RunFolder, locked\n"
     "with locked(RunFolder(Path(sys.argv[1]))):\n"
     "    print('held', flush=True)\n"
     "    time.sleep(100)\n"

@@ -1,14 +1,14 @@
 """Checkpoints: written by orbax, whole or not at all, and sealed by digests of our own.
 
-A checkpoint is a folder named by its iteration: `state` holds the arrays of the MetaState by
-name, `meta` a JSON object. Orbax restores a flipped bit without a word, hence the digests.
+A checkpoint is a folder named by its iteration: `state` holds the arrays of the run's state
+by name, `meta` a JSON object. Orbax restores a flipped bit without a word, hence the digests.
 """
 
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from celo2.metatrain.digest import digest_arrays, digest_json, name_arrays
-from celo2.metatrain.outer import MetaState
+from celo2.runs.digest import digest_arrays, digest_json, name_arrays
 
 KEEP = 3
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Checkpoint(NamedTuple):
@@ -48,11 +48,12 @@ def open_manager(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.resolve(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, state: MetaState, meta: Mapping[str, Any]) -> None:
+def save(
+    manager: ocp.CheckpointManager, iteration: int, state: Any, meta: Mapping[str, Any]
+) -> None:
     """Starts to write a checkpoint; `finish` tells how it went. `meta` holds config and data."""
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
     arrays = name_arrays(_copy(state))
-    iteration = int(state.iteration)
     meta = {**meta, "format": FORMAT, "iteration": iteration}
     meta["digest"] = run_digest(to_host(arrays), meta)
     sealed = {**meta, "seal": digest_json(meta)}
@@ -114,7 +115,7 @@ def read(folder: Path, iteration: int) -> Checkpoint:
     return Checkpoint(iteration, meta, arrays)
 
 
-def place(arrays: Mapping[str, np.ndarray], abstract: MetaState) -> MetaState:
+def place(arrays: Mapping[str, np.ndarray], abstract: T) -> T:
     """The state on the devices of `abstract`, however many had it when it was saved."""
     expected = name_arrays(abstract)
     if expected.keys() != arrays.keys():
@@ -145,7 +146,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 @jax.jit
-def _copy(state: MetaState) -> MetaState:
+def _copy(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 

@@ -32,10 +32,10 @@ def append(path: str | Path, row: Row) -> None:
         file.write(b"\n" * torn + _line(row))
 
 
-def cut(path: str | Path, iteration: int) -> None:
-    """Drops the rows after `iteration`, and what is torn: they are made again."""
+def cut(path: str | Path, last: int, count: str = "iteration") -> None:
+    """Drops the rows whose `count` is above `last`, and what is torn: they are made again."""
     path = Path(path)
-    kept = b"".join(_line(row) for row in read(path) if row.get("iteration", 0) <= iteration)
+    kept = b"".join(_line(row) for row in read(path) if row.get(count, 0) <= last)
     if path.exists() and path.read_bytes() != kept:
         write_whole(path, kept)
 

@@ -1,0 +1,115 @@
+"""`celo2 run`: one training run, with a progress bar."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from celo2.commands.meta_train import DIVERGED, set_up_logging
+from celo2.commands.signals import stop_on_signal
+from celo2.evaluate import RunConfig, describe
+from celo2.evaluate import run as train
+from celo2.evaluate.config import resolve
+from celo2.evaluate.results import name_of
+
+Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
+
+
+def run(
+    config: Annotated[RunConfig, Flat],
+    out: str | None = None,
+    data: str | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    checkpoint_every: int | None = None,
+    keep: bool = False,
+) -> int:
+    """Train a task with an optimizer and record how it goes.
+
+    Ctrl-C and SIGTERM save first (exit status 130 and 143), a second one ends at once; a run that
+    diverged has status 3.
+
+    Args:
+        config: the run.
+        out: the run's folder; by default runs/ and a name made from the options.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        resume: continue where there is a checkpoint, else start over.
+        dry_run: only show what the run would be; needs no data.
+        checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
+        keep: leave the last checkpoint of a finished run where it is.
+    """
+    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    config = resolve(config)
+    if dry_run:
+        print(as_table(describe(config)))
+        return 0
+    set_up_logging()
+    folder = Path(out) if out else Path("runs") / name_of(config)
+    with stop_on_signal(say) as asked:
+        rows = train(
+            config,
+            folder,
+            data=data,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            stop=asked,
+        )
+        *_, last = show(rows, config)
+    if last["kind"] != "end":
+        say(f"stopped; continue with --resume --out {folder}")
+        return asked.status
+    say(f"{summary(last)}; records in {folder}")
+    return DIVERGED if last["diverged"] else 0
+
+
+def show(rows: Iterable[dict[str, Any]], config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Draws a bar from the rows: training loss, newest validation, time left."""
+    from tqdm import tqdm
+
+    interval = 0.5 if sys.stderr.isatty() else 30
+    told: dict[str, str] = {}
+    bar = tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True)
+    with bar:
+        for row in rows:
+            if row["kind"] in ("train", "valid"):
+                loss = row["metrics"].get("loss", next(iter(row["metrics"].values()), None))
+                told[row["kind"]] = "-" if loss is None else f"{loss:.4f}"
+                bar.set_postfix(told, refresh=False)
+            if "step" in row:
+                bar.update(row["step"] - bar.n)
+            yield row
+
+
+def summary(end: dict[str, Any]) -> str:
+    """A finished run in a line."""
+    speed = f"{1000 * end['seconds_per_step']:.2f} ms a step"
+    if end["diverged"]:
+        return f"diverged at step {end['step']}, {speed}"
+    metrics = ", ".join(f"{name} {value}" for name, value in end["metrics"].items())
+    return f"step {end['step']}: validation {metrics}; {speed}"
+
+
+def as_table(facts: dict[str, Any]) -> str:
+    """What a run would be, in lines."""
+    count, state = facts["parameters"], facts["state_bytes"]
+    by_group = ", ".join(f"{v:,} {k}" for k, v in facts["parameters_by_group"].items())
+    rates = ", ".join(f"{rate:g} at {update}" for update, rate in facts["rates"].items())
+    lines = {
+        "run": f"{facts['task']} with {facts['optimizer']}",
+        "parameters": f"{count:,} in {facts['tensors']} tensors ({by_group})",
+        "parameter bytes": f"{facts['parameter_bytes']:,}",
+        "optimizer bytes": f"{state:,} ({state / max(count, 1):.2f} a parameter)",
+        "steps": f"{facts['steps']:,} ({facts['updates']:,} updates)",
+        "tokens": "-" if facts["tokens"] is None else f"{facts['tokens']:,}",
+        "learning rate": rates,
+        "validation": ", ".join(facts["metrics"]),
+    }
+    return "\n".join(f"{name:<16} {text}" for name, text in lines.items())
+
+
+def say(text: str) -> None:
+    print(f"celo2: {text}", file=sys.stderr, flush=True)

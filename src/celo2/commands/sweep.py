@@ -1,0 +1,158 @@
+"""`celo2 sweep`: the runs of a recipe, and a table of the best."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+from celo2.commands.meta_train import set_up_logging
+from celo2.commands.run import as_table, say
+from celo2.commands.signals import Asked, stop_on_signal
+from celo2.evaluate import Recipe, describe, read_recipe, summarize
+from celo2.evaluate import sweep as run_sweep
+from celo2.evaluate.results import Outcome
+from celo2.runs.machine import cores
+
+POLL_SECONDS = 0.5
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
+
+
+def sweep(
+    recipe: str,
+    out: str | None = None,
+    data: str | None = None,
+    jobs: int = 1,
+    devices: tuple[str, ...] = (),
+    dry_run: bool = False,
+    first: int = 0,
+) -> int:
+    """Make the runs of a recipe: finished ones are skipped, broken ones resumed.
+
+    Ctrl-C and SIGTERM save first. A run that diverges or fails does not stop the others; if one
+    failed, the exit status is 1.
+
+    Args:
+        recipe: a TOML file, such as recipes/quick.toml.
+        out: the folder of the runs; by default runs/ and the recipe's name.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        jobs: processes that share the runs, and the cores.
+        devices: numbers of accelerators, each given to one of as many processes.
+        dry_run: only show what the runs would be; needs no data.
+        first: the run to begin with.
+    """
+    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    plan = read_recipe(recipe)
+    for warning in plan.warnings():
+        say(f"warning: {warning}")
+    if dry_run:
+        show_plan(plan)
+        return 0
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1.")
+    set_up_logging()
+    folder = Path(out) if out else Path("runs") / plan.name
+    with stop_on_signal(say) as asked:
+        if jobs > 1 or devices:
+            failed = _share(recipe, folder, data, devices or ("",) * jobs, len(plan.runs), asked)
+        else:
+            failed = _make(plan, folder, data, first % len(plan.runs), asked)
+    print(best_table(plan, folder))
+    return asked.status or int(failed)
+
+
+def _make(plan: Recipe, folder: Path, data: str | None, first: int, asked: Asked) -> bool:
+    """Makes the runs in this process; True if one failed."""
+    failed = False
+    for count, outcome in enumerate(
+        run_sweep(plan, folder, data=data, first=first, stop=asked), start=1
+    ):
+        failed |= outcome.state == "failed"
+        say(f"{count} of {_count(plan)} {line(outcome)}")
+    return failed
+
+
+def _share(
+    recipe: str, folder: Path, data: str | None, devices: tuple[str, ...], runs: int, asked: Asked
+) -> bool:
+    """Makes the runs in as many processes as there are devices; True if one ended badly."""
+    command = [sys.executable, "-m", "celo2.cli", "sweep", recipe, "--out", str(folder)]
+    command += ["--data", data] if data else []
+    # Sessions of their own: Ctrl-C comes to us, and we pass it on once.
+    workers = [
+        subprocess.Popen(
+            [*command, "--first", str(i * runs // len(devices))],
+            env=_environment(device),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_on_cores(i, len(devices)),
+        )
+        for i, device in enumerate(devices)
+    ]
+    told = False
+    while any(worker.poll() is None for worker in workers):
+        if asked() and not told:
+            told = True
+            for worker in workers:
+                worker.terminate()
+        time.sleep(POLL_SECONDS)
+    return any(worker.returncode for worker in workers)
+
+
+def _environment(device: str) -> dict[str, str]:
+    return dict(os.environ) | ({name: device for name in VISIBLE} if device else {})
+
+
+def _on_cores(index: int, count: int) -> Callable[[], None] | None:
+    """What gives a process its part of the cores; XLA makes as many threads as it may use."""
+    if not hasattr(os, "sched_setaffinity") or cores() < count:
+        return None
+    mine = sorted(os.sched_getaffinity(0))[index::count]
+    return lambda: os.sched_setaffinity(0, mine)
+
+
+def show_plan(plan: Recipe) -> None:
+    """Prints the recipe's texts, how many runs it has, and each optimizer's run on each task."""
+    for name, text in plan.texts.items():
+        print(f"{name:<16} {text}")
+    for task, counts in plan.budgets().items():
+        runs = ", ".join(f"{label} {count}" for label, count in counts.items())
+        print(f"{'runs':<16} {task}: {runs}")
+    seeds = ", ".join(map(str, plan.final_seeds)) or "none"
+    print(f"{'final seeds':<16} {seeds}")
+    shown = set()
+    for config in plan.runs:
+        if (config.task, config.label) not in shown:
+            shown.add((config.task, config.label))
+            print(f"\n{as_table(describe(config))}", flush=True)
+
+
+def best_table(plan: Recipe, folder: Path) -> str:
+    """The best run of each optimizer on each task, as far as the records go."""
+    rows = [("task", "optimizer", "runs", "diverged", "rate", "decay", "best", "final seeds")]
+    for (task, label), best in summarize(plan, folder).items():
+        finals = [score for score in best.final_scores if score is not None]
+        final = f"{mean(finals):.4f} of {len(finals)}" if finals else "-"
+        rate, decay = f"{best.config.learning_rate:g}", f"{best.config.weight_decay:g}"
+        score = "-" if best.score is None else f"{best.score:.4f}"
+        rows.append((task, label, str(best.runs), str(best.diverged), rate, decay, score, final))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def line(outcome: Outcome) -> str:
+    """One run that has ended."""
+    if outcome.state == "failed":
+        return f"{outcome.name}: failed, {outcome.error}"
+    score = "" if outcome.score is None else f" {outcome.score:.4f}"
+    when = "" if outcome.fresh else " (before)"
+    return f"{outcome.name}: {outcome.state}{score}{when}"
+
+
+def _count(plan: Recipe) -> int:
+    """All runs of both stages, unless all of an optimizer's diverge."""
+    seeds = set(plan.final_seeds) - {config.seed for config in plan.runs}
+    return len(plan.runs) + len(seeds) * sum(len(row) for row in plan.budgets().values())

@@ -1,0 +1,62 @@
+"""A task computed in another way: in half precision, or its batch in parts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from celo2.tasks import Task
+
+
+def in_precision(task: Task, dtype: Any) -> Task:
+    """The task with its model's arithmetic in `dtype`; parameters and gradients stay as they are.
+
+    The tasks' own losses are float32 sums even so.
+    """
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def loss(params, batch):
+        value, metrics = task.loss(jax.tree.map(cast, params), jax.tree.map(cast, batch))
+        return value.astype(jnp.float32), metrics
+
+    return task._replace(loss=loss)
+
+
+def accumulated(task: Task, parts: int) -> Task:
+    """The task whose gradient is the mean of its batch's parts, computed one after the other.
+
+    Only one part's activations are alive at a time. The loss must be a mean over the batch, whose
+    arrays all have the examples first.
+    """
+
+    def split(batch):
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+
+    def mean_over(function, batch):
+        """The mean of `function` over the parts, added up in the order of the parts."""
+        pieces = split(batch)
+        shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(total, piece):
+            return jax.tree.map(jnp.add, total, function(piece)), None
+
+        total, _ = jax.lax.scan(add, start, pieces)
+        return jax.tree.map(lambda x: x / parts, total)
+
+    @jax.custom_vjp
+    def loss(params, batch):
+        return mean_over(lambda piece: task.loss(params, piece), batch)
+
+    def forward(params, batch):
+        gradient = jax.value_and_grad(task.loss, has_aux=True)
+        return mean_over(lambda piece: gradient(params, piece), batch)
+
+    def backward(grads, cotangents):
+        # The metrics are for reading only: no gradient comes back through them.
+        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, grads), None
+
+    loss.defvjp(forward, backward)
+    return task._replace(loss=loss)

@@ -1,0 +1,141 @@
+"""Everything that decides a training run."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from celo2.runs.digest import digest_json
+from celo2.runs.fields import replace_fields, to_fields
+from celo2.tasks import find
+
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["float32", "bfloat16"]
+EVALUATIONS = 10  # in a run, unless evaluate_every says otherwise
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run; equal configs, data and rules make equal records on equal hardware.
+
+    Args:
+        task: a name of celo2.tasks.TASKS.
+        optimizer: celo2, celo2-base, celo2-rms0.2, adamw, muon, sgd, lion, a rule file, an hf://
+            address, or `module:function`, called with (schedule, weight_decay).
+        label: the optimizer's name in tables; the optimizer itself by default.
+        learning_rate: the highest of the schedule.
+        weight_decay: decoupled, multiplied by the learning rate, on every parameter.
+        steps: of the trainer; the task's own number by default.
+        batch: examples of a step, accumulated ones included; the task's own by default.
+        accumulate: parts into which a batch is cut; their gradients are averaged.
+        schedule: how the learning rate falls from its highest value, to zero or not at all.
+        warmup: the fraction of all updates over which it first rises from zero.
+        clip: the global norm above which gradients are scaled down; None never does.
+        adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
+            `learning_rate`; by default 20 for rules and 1 for Muon.
+        b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
+        precision: of the model's arithmetic; parameters and optimizer stay float32.
+        seed: of the initial parameters and of the order of the data.
+        record_every: steps between train rows.
+        evaluate_every: steps between validations; by default a tenth of all steps.
+        evaluation_batches: batches of one validation, the same in every run.
+        text: what a language model reads; the task's own by default. See celo2.tasks.text.load.
+    """
+
+    task: str
+    optimizer: str = "celo2"
+    label: str | None = None
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    steps: int | None = None
+    batch: int | None = None
+    accumulate: int = 1
+    schedule: Schedule = "cosine"
+    warmup: float = 0.05
+    clip: float | None = None
+    adam_multiplier: float | None = None
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    precision: Precision = "float32"
+    seed: int = 0
+    record_every: int = 10
+    evaluate_every: int | None = None
+    evaluation_batches: int = 16
+    text: str | None = None
+
+    def __post_init__(self):
+        for name, kind in (("schedule", Schedule), ("precision", Precision)):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(get_args(kind))
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")
+        for name in ("learning_rate", "clip", "adam_multiplier", "eps"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a positive number.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} must be a number from 0 up.")
+        for name in ("steps", "batch", "accumulate", "record_every", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if self.evaluation_batches < 1:
+            raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1.")
+        for name in ("warmup", "b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative.")
+        if self.batch is not None and self.batch % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} does not divide batch={self.batch}: choose a batch "
+                "that is a multiple of it."
+            )
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The config with the task's own numbers in place of every None that stands for them."""
+    spec = find(config.task)
+    steps = config.steps or spec.steps
+    return dataclasses.replace(
+        config,
+        label=config.label or config.optimizer,
+        steps=steps,
+        batch=config.batch or spec.batch,
+        evaluate_every=config.evaluate_every or max(1, steps // EVALUATIONS),
+    )
+
+
+def from_fields(fields: Mapping[str, Any]) -> RunConfig:
+    """A config from JSON or TOML, checked by type; `task` is needed.
+
+    >>> from_fields({"task": "digits-mlp", "learning_rate": 1}).learning_rate
+    1.0
+    """
+    if "task" not in fields:
+        raise ValueError("task is missing: name one of celo2.tasks.TASKS.")
+    return replace_fields(RunConfig(task=""), fields)
+
+
+def run_name(config: RunConfig, rule: str | None) -> str:
+    """A folder's name for the run: readable, and another one for every other config or rule.
+
+    `rule` is the SHA-256 of the rule that the optimizer uses, if any: a better rule under the
+    same name is another run.
+    """
+    config = resolve(config)
+    digest = digest_json([to_fields(config), rule])
+    label = str(config.label)
+    label = Path(label).stem if "/" in label else label
+    parts = (
+        config.task,
+        label,
+        f"lr{config.learning_rate:g}",
+        f"wd{config.weight_decay:g}",
+        f"seed{config.seed}",
+        digest[:8],
+    )
+    return re.sub(r"[^\w.+-]", "-", "_".join(parts))

@@ -1,0 +1,149 @@
+"""Recipes: a TOML file that says which runs make a comparison.
+
+    command = "celo2 sweep recipes/NAME.toml --out runs/NAME"   # text fields, shown to people
+    cost = "…"
+    expect = "…"
+    seeds = [0]             # of the tuning runs
+    final_seeds = [0, 1]    # the best run of each optimizer, again with each of these
+
+    [run]                   # fields of RunConfig for all runs
+    schedule = "cosine"
+
+    [tasks.text-tiny]       # one table for each task, with its own fields
+    steps = 300
+
+    [optimizers.celo2]      # one for each optimizer, by its label
+    optimizer = "celo2"     # the label itself by default
+    learning_rates = [1e-3, 2e-3]                             # or:
+    learning_rates = { low = 1e-4, high = 1e-2, count = 5 }   # log-spaced, three digits
+    weight_decays = [0.0]
+
+    [optimizers.celo2.tasks.text-tiny]                        # on one task only
+    learning_rates = [2e-3, 4e-3]
+
+What is said of an optimizer on a task comes before what is said of the optimizer, that before the
+task's, that before [run].
+"""
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from celo2.evaluate.config import RunConfig, from_fields, resolve
+
+TEXTS = ("command", "cost", "expect")
+KEYS = (*TEXTS, "seeds", "final_seeds", "run", "tasks", "optimizers")
+OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", "tasks")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The runs of a comparison: those that tune, and the seeds for the best of each optimizer."""
+
+    name: str
+    runs: tuple[RunConfig, ...]
+    final_seeds: tuple[int, ...] = ()
+    texts: dict[str, str] = field(default_factory=dict)  # command, cost, expect
+
+    def finals(self, best: Sequence[RunConfig]) -> tuple[RunConfig, ...]:
+        """These runs with every final seed."""
+        return tuple(replace(config, seed=seed) for config in best for seed in self.final_seeds)
+
+    def budgets(self) -> dict[str, dict[str, int]]:
+        """The number of tuning runs, by task and label."""
+        counts: dict[str, dict[str, int]] = {}
+        for config in self.runs:
+            row = counts.setdefault(config.task, {})
+            row[str(config.label)] = row.get(str(config.label), 0) + 1
+        return counts
+
+    def warnings(self) -> list[str]:
+        """What is unfair about the comparison."""
+        return [
+            f"on {task} the optimizers have different tuning budgets: "
+            + ", ".join(f"{label} {count} runs" for label, count in row.items())
+            for task, row in self.budgets().items()
+            if len(set(row.values())) > 1
+        ]
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe in a TOML file; a ValueError names what is wrong in it."""
+    try:
+        return parse(tomllib.loads(Path(path).read_text("utf-8")), Path(path).stem)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse(content: Mapping[str, Any], name: str) -> Recipe:
+    """The recipe that a TOML file's content means."""
+    for key in content:
+        if key not in KEYS:
+            raise ValueError(f"{key!r} is not one of {', '.join(KEYS)}.")
+    for key in ("tasks", "optimizers"):
+        if not isinstance(content.get(key), Mapping) or not content[key]:
+            raise ValueError(f"there is no table [{key}.NAME]: a recipe needs one or more.")
+    seeds = _seeds(content, "seeds") or (0,)
+    runs = []
+    for (task, on_task), (label, wish) in itertools.product(
+        content["tasks"].items(), content["optimizers"].items()
+    ):
+        where = f"optimizers.{label} on {task}"
+        base = {"optimizer": label, **content.get("run", {}), **on_task}
+        base |= {k: v for k, v in wish.items() if k != "tasks"} | wish.get("tasks", {}).get(
+            task, {}
+        )
+        _check_tasks(label, wish, content["tasks"])
+        for rate, decay, seed in itertools.product(*_grid(base, where), seeds):
+            fields = {key: value for key, value in base.items() if key not in OWN_KEYS}
+            fields |= {"task": task, "label": label, "seed": seed}
+            fields |= {"learning_rate": rate, "weight_decay": decay}
+            try:
+                runs.append(resolve(from_fields(fields)))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+    texts = {key: str(content[key]).strip() for key in TEXTS if key in content}
+    return Recipe(name, tuple(dict.fromkeys(runs)), _seeds(content, "final_seeds"), texts)
+
+
+def _seeds(content: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    seeds = content.get(name, [])
+    if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
+        raise ValueError(f"{name}={seeds!r} is not a list of integers.")
+    return tuple(seeds)
+
+
+def _check_tasks(label: str, wish: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
+    for task in wish.get("tasks", {}):
+        if task not in tasks:
+            raise ValueError(f"optimizers.{label}.tasks.{task}: the recipe has no task {task!r}.")
+
+
+def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
+    """Its learning rates, then its weight decays."""
+    rates = base.get("learning_rates", base.get("learning_rate"))
+    if rates is None:
+        raise ValueError(f"{where} has no learning_rates.")
+    for name, value in (
+        ("learning_rates", rates),
+        ("weight_decays", base.get("weight_decays", base.get("weight_decay", 0.0))),
+    ):
+        values = _spaced(value) if isinstance(value, Mapping) else value
+        values = [values] if isinstance(values, (int, float)) else values
+        numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
+        if not numbers or not values:
+            raise ValueError(f"{where}: {name}={value!r} is not a list of numbers.")
+        yield [float(v) for v in values]
+
+
+def _spaced(span: Mapping[str, Any]) -> list[float] | None:
+    """`count` numbers from low to high at equal ratios; None where that cannot be."""
+    if set(span) != {"low", "high", "count"} or not 0 < span["low"] <= span["high"]:
+        return None
+    spaced = np.geomspace(span["low"], span["high"], span["count"])
+    return [float(f"{value:.3g}") for value in spaced]

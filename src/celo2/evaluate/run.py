@@ -1,0 +1,247 @@
+"""One training run in a folder of its own.
+
+The folder holds `config.json` (what the run is), `records.jsonl` (what happened), `lock`, and
+`checkpoints` while it is under way. The records are JSON objects, one a line, in this order; NaN
+and infinities are null:
+
+    start   once. step 0, time (Unix), config (every field of RunConfig, resolved), rule (SHA-256
+            of the rule, null without one), data (SHA-256), metric and higher_is_better (by which
+            runs are compared), versions, hardware, and sizes: parameters, parameters_by_group,
+            tensors, state_bytes (of the optimizer), examples_per_step, tokens_per_step.
+    valid   at step 0, at every evaluate_every-th step and at the last: step, metrics.
+    train   at every record_every-th step and before each valid row: step (how many were made),
+            metrics (means over the steps since the last train row, each before its update), and
+            of the latest update, by group: update_rms, with the learning rate in it, and
+            param_rms, of the parameters before it; seconds (of training so far, without
+            compilation and validation).
+    resume  where a later process went on: step, time, versions, hardware.
+    failed  written by a sweep: error. The run is tried again when the sweep is.
+    end     last. step, finished (true), diverged (whether the loss was not finite, which ends a
+            run early), metrics (of the last validation, null if diverged), score (the metric by
+            which runs are compared), seconds, seconds_per_step, compile_seconds (of this program,
+            which runs of a sweep share), state_bytes, temporary_bytes (of a step, as compiled),
+            peak_bytes (of the device, if it tells, and of the process).
+
+Groups are `hidden` matrices, which Celo2's rule and Muon update, and `other` tensors, which both
+leave to AdamW; they are the same for all optimizers. A run that was interrupted and resumed has
+the rows of one that was not, but for resume rows and times.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from celo2.evaluate.config import RunConfig, resolve
+from celo2.evaluate.program import Program, build
+from celo2.evaluate.storage import clear, find_start, identity, save
+from celo2.runs import machine, records
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunFolder, locked
+from celo2.runs.records import Row
+
+SAVE_SECONDS = 300.0
+
+
+@dataclass
+class Run:
+    """A run under way; `state` and `step` are all that its future needs."""
+
+    folder: RunFolder
+    config: RunConfig
+    program: Program
+    state: Any
+    step: int
+    seconds: float  # of training
+    saved_step: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
+
+
+def run(
+    config: RunConfig,
+    out: str | PathLike,
+    *,
+    data: str | PathLike | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    keep: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Row]:
+    """Trains in the folder `out`, and yields what it records, row by row.
+
+    A run that was stopped has no end row; one that is finished already yields its end row only.
+
+    Args:
+        config: what the run is.
+        out: its folder, which only one process may write.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        resume: continue from the newest checkpoint, if there is one, else start over.
+        checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
+        keep: leave the last checkpoint of a finished run where it is.
+        stop: asked between compiled calls; True saves and stops.
+
+    >>> from celo2.evaluate import RunConfig, run
+    >>> config = RunConfig("digits-mlp", "adamw", learning_rate=1e-2)
+    >>> *_, end = run(config, "runs/first")  # doctest: +SKIP
+    """
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1.")
+    config = resolve(config)
+    folder = RunFolder(Path(out))
+    with locked(folder):
+        end = end_row(folder.records)
+        if resume and end is not None:
+            yield end
+            return
+        run = _open(folder, config, data, resume)
+        yield from _start(run)
+        yield from _train(run, checkpoint_every, keep, stop)
+
+
+def end_row(path: Path) -> Row | None:
+    """The end row of a finished run's records; None for any other."""
+    rows = [row for row in records.read(path) if row.get("kind") == "end"]
+    return rows[-1] if rows and rows[-1].get("finished") else None
+
+
+def next_stop(config: RunConfig, step: int) -> int:
+    """Where the next compiled call ends; it depends on the config alone, so that resumed runs
+    make the same calls."""
+    assert config.steps and config.evaluate_every
+    periods = (config.record_every, config.evaluate_every)
+    return min(config.steps, *((step // period + 1) * period for period in periods))
+
+
+def _open(folder: RunFolder, config: RunConfig, data: Any, resume: bool) -> Run:
+    program = build(config, data)
+    found = find_start(folder, program.setup, config, resume)
+    if found is None:
+        return Run(folder, config, program, program.start(config.seed), 0, 0.0)
+    return Run(folder, config, program, found.state, found.step, found.seconds, found.step)
+
+
+def _start(run: Run) -> Iterator[Row]:
+    about = {
+        "time": time.time(),
+        "versions": machine.versions(),
+        "hardware": machine.hardware(),
+    }
+    if run.step > 0:
+        yield _record(run, {"kind": "resume", "step": run.step, **about})
+        return
+    setup = run.program.setup
+    yield _record(
+        run,
+        {
+            "kind": "start",
+            "step": 0,
+            "config": to_fields(run.config),
+            "rule": setup.rule,
+            "data": setup.checksum,
+            "metric": setup.spec.metric,
+            "higher_is_better": setup.spec.higher_is_better,
+            "sizes": setup.sizes,
+            **about,
+        },
+    )
+    yield _validate(run)
+
+
+def _train(
+    run: Run, checkpoint_every: int | None, keep: bool, stop: Callable[[], bool]
+) -> Iterator[Row]:
+    config = run.config
+    assert config.steps and config.evaluate_every
+    metrics, finite = None, True
+    while run.step < config.steps and finite:
+        asked = stop()
+        if asked or _is_due(run, checkpoint_every):
+            _save(run)
+        if asked:
+            return
+        row, finite = _advance(run)
+        yield row
+        if finite and (run.step % config.evaluate_every == 0 or run.step == config.steps):
+            valid = _validate(run)
+            metrics = valid["metrics"]
+            yield valid
+    if finite and metrics is None:  # a resumed run that was at its end, its valid row recorded
+        metrics = _evaluate(run)
+    if finite and keep:
+        _save(run)
+    yield _record(run, _end(run, metrics if finite else None))
+    if not keep:
+        clear(run.folder)
+
+
+def _advance(run: Run) -> tuple[Row, bool]:
+    start = time.monotonic()
+    last = next_stop(run.config, run.step)
+    run.state, told = run.program.advance(run.config, run.state, run.step, last)
+    run.seconds += time.monotonic() - start
+    run.step = told.step
+    row = {
+        "kind": "train",
+        "step": told.step,
+        "metrics": _shorten(told.metrics),
+        **_shorten(told.norms),
+        "seconds": round(run.seconds, 4),
+    }
+    return _record(run, row), told.finite
+
+
+def _validate(run: Run) -> Row:
+    return _record(run, {"kind": "valid", "step": run.step, "metrics": _evaluate(run)})
+
+
+def _evaluate(run: Run) -> dict[str, float | None]:
+    return records.clean(_shorten(run.program.evaluate(run.state)))
+
+
+def _end(run: Run, metrics: dict[str, float | None] | None) -> Row:
+    """The end row; a run without a finite score has diverged."""
+    program = run.program
+    score = (metrics or {}).get(program.setup.spec.metric)
+    return {
+        "kind": "end",
+        "step": run.step,
+        "finished": True,
+        "diverged": score is None,
+        "metrics": metrics,
+        "score": score,
+        "seconds": round(run.seconds, 4),
+        "seconds_per_step": run.seconds / max(1, run.step),
+        "compile_seconds": round(program.compile_seconds, 3),
+        "state_bytes": program.setup.sizes["state_bytes"],
+        "temporary_bytes": program.temporary_bytes,
+        "peak_bytes": machine.peak_bytes(),
+    }
+
+
+def _record(run: Run, row: Row) -> Row:
+    row = records.clean(row)
+    records.append(run.folder.records, row)
+    return row
+
+
+def _is_due(run: Run, checkpoint_every: int | None) -> bool:
+    if checkpoint_every is None:
+        return time.monotonic() - run.saved_at > SAVE_SECONDS
+    return run.step - run.saved_step >= checkpoint_every
+
+
+def _save(run: Run) -> None:
+    if run.step > run.saved_step:
+        meta = identity(run.config, run.program.setup) | {"seconds": run.seconds}
+        save(run.folder, run.step, run.state, meta)
+        run.saved_step = run.step
+    run.saved_at = time.monotonic()
+
+
+def _shorten(numbers: Any) -> Any:
+    """Six digits are enough for tables and pictures."""
+    if isinstance(numbers, dict):
+        return {name: _shorten(value) for name, value in numbers.items()}
+    return float(f"{numbers:.6g}")

@@ -1,0 +1,123 @@
+"""The runs of a recipe, made one after the other.
+
+Several processes may sweep the same folder, also from several machines that share it: each run
+is locked by who makes it, and the others take the next.
+"""
+
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from celo2.evaluate.config import RunConfig
+from celo2.evaluate.recipe import Recipe
+from celo2.evaluate.results import Outcome, find_best, name_of, read_outcome
+from celo2.evaluate.run import run
+from celo2.runs import records
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunTaken
+from celo2.runs.records import Row
+from celo2.weights import write_whole
+
+POLL_SECONDS = 1.0
+Stop = Callable[[], bool]
+Watch = Callable[[RunConfig, Row], None]
+
+
+def sweep(
+    recipe: Recipe,
+    out: str | PathLike,
+    *,
+    data: str | PathLike | None = None,
+    first: int = 0,
+    stop: Stop = lambda: False,
+    watch: Watch = lambda config, row: None,
+) -> Iterator[Outcome]:
+    """Makes every run of the recipe under `out`, and yields each as it ends.
+
+    Finished runs are only read, broken ones resumed; one that diverges or fails does not stop the
+    others. The best of each optimizer is run with the final seeds when all others have ended.
+    `sweep.json` lists the runs of both stages by the names of their folders.
+
+    Args:
+        recipe: what to run.
+        out: the folder of the runs' folders.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        first: the tuning run to begin with; processes that share a sweep begin at different ones.
+        stop: asked now and then; True saves the run under way and ends the sweep.
+        watch: called with every row of the runs that are made here.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_index(folder, recipe, [])
+    turned = (*recipe.runs[first:], *recipe.runs[:first])
+    tuning = yield from _make_all(turned, folder, data, stop, watch)
+    if len(tuning) < len(recipe.runs):  # it was stopped
+        return
+    chosen = [best.config for best in find_best(tuning).values() if best.score is not None]
+    finals = recipe.finals(chosen)
+    _write_index(folder, recipe, finals)
+    known = set(recipe.runs)
+    yield from _make_all([c for c in finals if c not in known], folder, data, stop, watch)
+
+
+def _make_all(
+    configs: Sequence[RunConfig], folder: Path, data: Any, stop: Stop, watch: Watch
+) -> Generator[Outcome, None, list[Outcome]]:
+    """Yields the runs as they end and returns them all, or fewer if it was asked to stop."""
+    waiting, done = list(configs), []
+    while waiting:
+        taken = []
+        for config in waiting:
+            if stop():
+                return done
+            outcome = _make(config, folder, data, stop, watch)
+            if outcome.state == "waiting":
+                taken.append(config)
+                continue
+            yield outcome
+            if outcome.state == "stopped":
+                return done
+            done.append(outcome)
+        waiting = taken
+        if waiting:  # others are at work on these
+            time.sleep(POLL_SECONDS)
+    return done
+
+
+def _make(config: RunConfig, folder: Path, data: Any, stop: Stop, watch: Watch) -> Outcome:
+    found = read_outcome(config, folder)
+    if found.end is not None:
+        return found
+    try:
+        for row in run(config, folder / found.name, data=data, resume=True, stop=stop):
+            watch(config, row)
+    except RunTaken:
+        return found
+    except Exception as error:  # whatever a task, an optimizer or a disk may raise
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        _record_failure(folder / found.name, text)
+        return found._replace(state="failed", error=text, fresh=True)
+    ended = read_outcome(config, folder)
+    state = "stopped" if ended.end is None else ended.state
+    return ended._replace(state=state, fresh=True)
+
+
+def _record_failure(folder: Path, error: str) -> None:
+    try:
+        records.append(folder / "records.jsonl", {"kind": "failed", "error": error})
+    except OSError:  # which may be what failed in the first place
+        pass
+
+
+def _write_index(folder: Path, recipe: Recipe, finals: Sequence[RunConfig]) -> None:
+    content = {
+        "recipe": recipe.name,
+        **recipe.texts,
+        "warnings": recipe.warnings(),
+        "tuning": {name_of(config): to_fields(config) for config in recipe.runs},
+        "final": {name_of(config): to_fields(config) for config in finals},
+    }
+    write_whole(folder / "sweep.json", json.dumps(content, indent=1).encode() + b"\n")

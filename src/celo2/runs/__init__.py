@@ -1,0 +1,1 @@
+"""What every long run needs, whatever it computes: folder, lock, records, checkpoints."""

@@ -1,0 +1,63 @@
+"""Frozen dataclasses as JSON and TOML have them, checked by type on their way in."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_fields(config: Any) -> dict[str, Any]:
+    """The config as JSON has it: an inner dataclass is a dict of its own, tuples are lists."""
+    return _as_json(dataclasses.asdict(config))
+
+
+def replace_fields(base: T, fields: Mapping[str, Any], prefix: str = "") -> T:
+    """`base` with these fields in place of its own; a ValueError names one that does not fit."""
+    hints = get_type_hints(type(base))
+    changes = {}
+    for name, value in fields.items():
+        if name not in hints:
+            known = ", ".join(prefix + known for known in hints)
+            raise ValueError(f"{prefix}{name} is not a field; there are {known}.")
+        if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
+            changes[name] = replace_fields(getattr(base, name), value, f"{prefix}{name}.")
+        else:
+            changes[name] = _fit(hints[name], value, prefix + name)
+    return dataclasses.replace(base, **changes)  # pyright: ignore[reportArgumentType]: a dataclass
+
+
+def differences(ours: Any, theirs: Any) -> dict[str, tuple[Any, Any]]:
+    """Every field in which two configs differ, `rule.form` and the like, with both values."""
+    a, b = _flatten(to_fields(ours)), _flatten(to_fields(theirs))
+    return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(v) for key, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
+    inner = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
+    return flat | {f"{name}.{key}": v for name, part in inner.items() for key, v in part.items()}
+
+
+def _fit(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the field's type has it: an int may stand for a float, a list for a tuple."""
+    kind, of = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        return None if value is None else _fit(of[0], value, name)
+    if kind is tuple and isinstance(value, (list, tuple)):
+        hints = of[:1] * len(value) if of[-1] is Ellipsis else of
+        if len(hints) == len(value):
+            return tuple(_fit(h, v, name) for h, v in zip(hints, value, strict=True))
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif kind is Literal or (isinstance(hint, type) and type(value) is hint):
+        return value
+    wanted = hint.__name__ if isinstance(hint, type) and not of else str(hint)
+    raise ValueError(f"{name}={value!r} is not of type {wanted}.")

@@ -1,0 +1,204 @@
+import json
+
+import pytest
+from small_runs import of_kind, small, stop_after
+
+from celo2 import cli
+from celo2.evaluate import Recipe, read_recipe, summarize, sweep
+from celo2.evaluate import run as run_one
+from celo2.evaluate.config import resolve
+from celo2.evaluate.recipe import parse
+from celo2.evaluate.results import Outcome, find_best, name_of
+from celo2.runs import records
+
+TOML = """
+command = "celo2 sweep this"
+expect = "little"
+final_seeds = [0, 1]
+[run]
+steps = 6
+batch = 8
+evaluation_batches = 2
+[tasks.digits-mlp]
+evaluate_every = 6
+[optimizers.adamw]
+learning_rates = { low = 1e-3, high = 1e-1, count = 3 }
+[optimizers.plain]
+optimizer = "sgd"
+b1 = 0.0
+learning_rates = [1e-2, 1e30]
+weight_decays = [0.0]
+[optimizers.plain.tasks.digits-mlp]
+clip = 1e30
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML)
+    return path
+
+
+def scored(config, score, state="finished"):
+    return Outcome("x", resolve(config), state, {"score": score, "diverged": score is None})
+
+
+def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
+    recipe = read_recipe(recipe_file)
+    adamw = [c for c in recipe.runs if c.label == "adamw"]
+    plain = [c for c in recipe.runs if c.label == "plain"]
+    assert [c.learning_rate for c in adamw] == [1e-3, 1e-2, 1e-1]
+    assert {(c.optimizer, c.b1, c.clip) for c in plain} == {("sgd", 0.0, 1e30)}
+    assert {(c.steps, c.batch, c.seed, c.evaluate_every) for c in recipe.runs} == {(6, 8, 0, 6)}
+    assert recipe.texts == {"command": "celo2 sweep this", "expect": "little"}
+    many = parse(
+        {"seeds": [0, 1], "tasks": {"digits-mlp": {}, "text-tiny": {}}}
+        | {"optimizers": {"lion": {"learning_rate": 1e-3, "weight_decays": [0, 0.1]}}},
+        "many",
+    )
+    assert len(many.runs) == 2 * 2 * 2
+
+
+def test_unequal_budgets_are_told(recipe_file):
+    (warning,) = read_recipe(recipe_file).warnings()
+    assert "on digits-mlp" in warning and "adamw 3 runs, plain 2 runs" in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {}}, "'optimizer' is not one of command"),
+        ({"tasks": {}}, r"there is no table \[tasks.NAME\]"),
+        ({"seeds": "0"}, "seeds='0' is not a list of integers"),
+        ({"optimizers": {"adamw": {}}}, "adamw on digits-mlp has no learning_rates"),
+        ({"optimizers": {"adamw": {"learning_rates": ["a"]}}}, "is not a list of numbers"),
+        ({"optimizers": {"adamw": {"learning_rates": {"low": 1}}}}, "is not a list of numbers"),
+        ({"optimizers": {"adamw": {"learning_rate": 1, "b3": 1}}}, "b3 is not a field"),
+        ({"optimizers": {"adamw": {"learning_rate": -1}}}, "learning_rate=-1.0 must be"),
+        ({"tasks": {"digit": {}}}, "'digit' is not a task"),
+        (
+            {"optimizers": {"adamw": {"learning_rate": 1, "tasks": {"x": {}}}}},
+            "the recipe has no task 'x'",
+        ),
+    ],
+)
+def test_wrong_recipe_is_named(changes, message):
+    base = {"tasks": {"digits-mlp": {}}, "optimizers": {"adamw": {"learning_rates": [1]}}}
+    with pytest.raises(ValueError, match=message):
+        parse(base | changes, "wrong")
+
+
+def test_best_is_the_lowest_mean_over_seeds_and_never_a_diverged_run():
+    outcomes = [
+        scored(small(seed=0), 1.0),
+        scored(small(seed=1), 3.0),
+        scored(small(learning_rate=2e-2, seed=0), 1.5),
+        scored(small(learning_rate=2e-2, seed=1), 1.7),
+        scored(small(learning_rate=4e-2, seed=0), 0.1),
+        scored(small(learning_rate=4e-2, seed=1), None, "diverged"),
+    ]
+    best = find_best(outcomes)["digits-mlp", "adamw"]
+    assert best.config.learning_rate == 2e-2 and best.score == pytest.approx(1.6)
+    assert (best.runs, best.diverged) == (6, 1)
+    assert find_best(outcomes[-1:])["digits-mlp", "adamw"].score is None
+
+
+def test_best_is_the_highest_where_higher_is_better():
+    from celo2.evaluate import RunConfig
+
+    runs = [RunConfig("minatar-freeway", "adamw", learning_rate=r) for r in (1e-3, 2e-3)]
+    best = find_best([scored(runs[0], 5.0), scored(runs[1], 40.0)])
+    assert best["minatar-freeway", "adamw"].score == 40.0
+
+
+def test_sweep_makes_all_runs_then_the_best_with_the_final_seeds(recipe_file, tmp_path):
+    recipe, out = read_recipe(recipe_file), tmp_path / "out"
+    outcomes = list(sweep(recipe, out))
+    tuning, finals = outcomes[:5], outcomes[5:]
+    assert [o.config for o in tuning] == list(recipe.runs)
+    states = {o.config.learning_rate: o.state for o in tuning if o.config.label == "plain"}
+    assert states == {1e-2: "finished", 1e30: "diverged"}
+    best = summarize(recipe, out)
+    assert {o.config.seed for o in finals} == {1} and len(finals) == 2
+    for label in ("adamw", "plain"):
+        found = best["digits-mlp", label]
+        assert len(found.final_scores) == 2 and found.final_scores[0] == found.score
+    index = json.loads((out / "sweep.json").read_text())
+    assert len(index["tuning"]) == 5 and len(index["final"]) == 4
+    assert all((out / name / "records.jsonl").is_file() for name in index["final"])
+
+    again = list(sweep(recipe, out))
+    assert not any(o.fresh for o in again)
+    assert [(o.config, o.score) for o in again] == [(o.config, o.score) for o in outcomes]
+
+
+def test_broken_run_is_resumed_and_finished_ones_are_left_alone(recipe_file, tmp_path):
+    recipe = read_recipe(recipe_file)
+    done, broken = recipe.runs[0], recipe.runs[1]
+    list(run_one(done, tmp_path / name_of(done)))
+    before = (tmp_path / name_of(done) / "records.jsonl").stat().st_mtime_ns
+    list(run_one(broken, tmp_path / name_of(broken), stop=stop_after(0)))
+    list(sweep(recipe, tmp_path))
+    assert (tmp_path / name_of(done) / "records.jsonl").stat().st_mtime_ns == before
+    rows = records.read(tmp_path / name_of(broken) / "records.jsonl")
+    assert len(of_kind(rows, "start")) == 1 and rows[-1]["kind"] == "end"
+
+
+def test_failing_run_does_not_stop_the_sweep_and_is_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "failing_optimizers.py").write_text(
+        "import optax\nbroken = True\n"
+        "def make(schedule, weight_decay):\n"
+        "    if broken:\n        raise RuntimeError('no such luck')\n"
+        "    return optax.sgd(schedule)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    runs = (small("failing_optimizers:make", steps=2), small("sgd", steps=2))
+    recipe = Recipe("failing", tuple(map(resolve, runs)))
+    first, second = sweep(recipe, tmp_path / "out")
+    assert (first.state, second.state) == ("failed", "finished")
+    assert first.error == "RuntimeError: no such luck"
+    import failing_optimizers
+
+    failing_optimizers.broken = False
+    assert [o.state for o in sweep(recipe, tmp_path / "out")] == ["finished", "finished"]
+
+
+def test_stopped_sweep_goes_on_where_it_was(recipe_file, tmp_path):
+    recipe = read_recipe(recipe_file)
+    assert len(list(sweep(recipe, tmp_path, stop=stop_after(4)))) < 5
+    assert len(list(sweep(recipe, tmp_path))) == 7
+
+
+def test_command_shows_the_table_and_skips_what_is_done(recipe_file, tmp_path, capsys):
+    pytest.importorskip("tyro")
+    command = ["sweep", str(recipe_file), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    assert "different tuning budgets" in captured.err and "diverged" in captured.err
+    header, adamw, plain = captured.out.splitlines()
+    assert header.split()[:3] == ["task", "optimizer", "runs"]
+    assert adamw.split()[:4] == ["digits-mlp", "adamw", "3", "0"] and adamw.endswith("of 2")
+    assert plain.split()[:4] == ["digits-mlp", "plain", "2", "1"]
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("(before)") == 7 and captured.out.splitlines()[1] == adamw
+
+
+def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path, capsys):
+    pytest.importorskip("tyro")
+    out = tmp_path / "out"
+    assert cli.main(["sweep", str(recipe_file), "--out", str(out), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "celo2 sweep this" in text and "little" in text
+    assert "2,410 in 4 tensors" in text and "digits-mlp with plain" in text
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["quick", "lm-1m-wikipedia"])
+def test_shipped_recipe_is_fair_and_says_what_it_costs(name):
+    from conftest import REPOSITORY
+
+    recipe = read_recipe(REPOSITORY / "recipes" / f"{name}.toml")
+    assert recipe.warnings() == [] and set(recipe.texts) == {"command", "cost", "expect"}
+    assert f"recipes/{name}.toml" in recipe.texts["command"]
