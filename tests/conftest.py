@@ -14,6 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Dtype promotion cannot be strict everywhere, optax's own Adam breaks under it: see strict_dtypes.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# Tests run in as many processes as there are cores; Torch's threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("local", deadline=None, max_examples=20)
 settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, database=None)

@@ -16,16 +16,19 @@ MAY_IMPORT = {
     "rule": set(),
     "layout": {"rule"},
     "routing": {"rule", "layout"},
+    "explanation": {"layout"},
     "hub": {"rule"},
     "weights": {"rule", "layout", "hub"},
     "published": {"rule", "weights"},
     "__init__": {"rule", "layout", "weights"},
-    "jax": {"rule", "layout", "routing", "weights"},
-    "torch": {"rule", "layout", "routing", "weights"},
+    "jax": {"rule", "layout", "routing", "explanation", "weights"},
+    "torch": {"rule", "layout", "routing", "explanation", "weights"},
     "tasks": set(),
-    "metatrain": {"rule", "weights", "jax", "tasks"},
-    "evaluate": {"rule", "weights", "jax", "tasks"},
-    "commands": {"rule", "weights", "tasks", "metatrain", "evaluate"},
+    "baselines": {"rule", "jax"},
+    "runs": {"weights"},
+    "metatrain": {"rule", "weights", "jax", "tasks", "baselines", "runs"},
+    "evaluate": {"rule", "weights", "jax", "tasks", "baselines", "runs"},
+    "commands": {"rule", "weights", "tasks", "runs", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
     "cli": {"__init__", "rule", "layout", "hub", "weights", "published"},
 }
@@ -33,7 +36,17 @@ MAY_IMPORT = {
 MAY_IMPORT_LAZILY = {"cli": MAY_IMPORT.keys() - {"cli"}}
 
 # Rooms that must work where no extra is installed, and the packages they may import at once.
-BARE_ROOMS = {"__init__", "rule", "layout", "routing", "weights", "published", "hub", "cli"}
+BARE_ROOMS = {
+    "__init__",
+    "rule",
+    "layout",
+    "routing",
+    "explanation",
+    "weights",
+    "published",
+    "hub",
+    "cli",
+}
 BARE_PACKAGES = {"numpy", "safetensors", "msgpack"}
 FOREIGN = {"jax": {"torch"}, "torch": {"jax", "jaxlib", "optax", "flax"}}
 

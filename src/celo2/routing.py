@@ -46,13 +46,21 @@ def route(
     `vectors="rule"` takes every tensor of more than one element.
     """
     view = published_view(len(shape)) if published else named_view(path, len(shape))
-    updater, reason = _default_updater(path, shape, view, config, published)
+    if wish := find_override(path, len(shape), view, overrides):
+        return wish
+    return Route(*default_updater(path, shape, view, config, published), view)
+
+
+def find_override(
+    path: str, ndim: int, view: MatrixView, overrides: Overrides | None
+) -> Route | None:
+    """The route that the first matching override asks for; `view` is the default one."""
     for pattern, wish in (overrides or {}).items():
         if re.search(pattern, path):
             if wish in ("rule", "adam"):
                 return Route(wish, f"override {pattern!r}", view)
-            return Route("rule", f"override {pattern!r}", as_view(wish, len(shape), path))
-    return Route(updater, reason, view)
+            return Route("rule", f"override {pattern!r}", as_view(wish, ndim, path))
+    return None
 
 
 def named_view(path: str, ndim: int) -> MatrixView:
@@ -112,9 +120,10 @@ def check_overrides(overrides: Overrides | None, paths: list[str]) -> None:
             raise ValueError(f"override {pattern!r} matches no parameter; the paths are {some}")
 
 
-def _default_updater(
+def default_updater(
     path: str, shape: tuple[int, ...], view: MatrixView, config: RuleConfig, published: bool
 ) -> tuple[Updater, str]:
+    """Who updates a tensor unless somebody asks otherwise, and why."""
     size = math.prod(shape)
     if size == 0:
         return "adam", "empty"

@@ -1,0 +1,50 @@
+"""Loading a state_dict: what must fit, and what torch's own loading would change."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from celo2.rule import Rule
+from celo2.torch.groups import name_of, unpack_route
+from celo2.torch.state import check_adam_state, check_state
+from celo2.torch.tensors import frame_of
+
+Groups = list[dict[str, Any]]
+
+# What a group keeps when a state is loaded: the state is held to it.
+OWN = ("rule", "rule_digest", "routes", "published")
+
+
+def check_content(groups: Groups, rules: Mapping[str, Rule], content: dict[str, Any]) -> None:
+    """Raises a ValueError where a state_dict was made with another rule or other routes."""
+    sizes, saved_sizes = (
+        [len(group["params"]) for group in some] for some in (groups, content["param_groups"])
+    )
+    if sizes != saved_sizes:
+        return  # torch has an error for that
+    for group, i, state in _saved_states(groups, content):
+        route, name = unpack_route(group["routes"][i]), name_of(group, i)
+        if route.updater == "adam":
+            check_adam_state(state, name)
+        else:
+            frame = frame_of(group["params"][i], route.view)
+            check_state(rules[group["rule"]].config, frame, state, name)
+
+
+def restore_statistics(groups: Groups, states: dict, content: dict[str, Any]) -> None:
+    """Puts the rule's statistics back in the dtypes that torch has cast away."""
+    for group, i, state in _saved_states(groups, content):
+        if unpack_route(group["routes"][i]).updater == "rule":
+            param = group["params"][i]
+            states[param] = {name: x.to(param.device) for name, x in state.items()}
+
+
+def _saved_states(
+    groups: Groups, content: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], int, dict[str, Tensor]]]:
+    """Each parameter's group, its place there and its saved state, where it has one."""
+    for group, saved in zip(groups, content["param_groups"], strict=True):
+        for i, key in enumerate(saved["params"]):
+            if state := content["state"].get(key):
+                yield group, i, state

@@ -1,0 +1,153 @@
+"""What the rule remembers of a tensor's gradients, and how a new gradient changes it.
+
+Every array here is in its matrix view, (batch…, …, …) with the matrix last, where a vector is a
+single row; it keeps the axes it was reduced over with length 1. All of them are updated in place.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from celo2.layout import MatrixView, factored_axes
+from celo2.rule import RuleConfig
+from celo2.torch.blocks import MATRIX, Extent, Fuse, as_it_is, blocks, part
+
+GRADIENT_LIMIT = 1000.0
+FACTORED_FLOOR = 1e-30  # keeps a factored moment positive where squares underflow
+LAST_COUNT = 2**31 - 1
+
+
+class Axes(NamedTuple):
+    """The axes of a viewed tensor that the rule treats specially, counted from the end."""
+
+    matrix: bool  # False for scalars and vectors, whose second moments are not factored
+    rows: tuple[int, ...]  # what row moments are averaged over: the largest axis
+    cols: tuple[int, ...]  # what column moments are averaged over: the second largest axis
+    fate: tuple[int, ...]  # what holds still or is skipped together
+
+
+class Moments(NamedTuple):
+    """The accumulators of one viewed tensor, or of a stack of tensors of one shape."""
+
+    momentum: tuple[Tensor, ...]
+    rms: Tensor
+    rows: Tensor  # factored second moments, (decays, …); a vector keeps its whole ones here
+    cols: Tensor
+    running_rms: Tensor  # mean RMS of the updates so far, for the rolling norms
+    moves: Tensor  # steps in which the slice moved: 0 until its first non-zero gradient
+    skipped: Tensor  # steps left out because the gradient was not finite
+
+
+def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
+    """The axes of a tensor with this view and this viewed shape."""
+    if view.is_vector:
+        return Axes(False, (), MATRIX, MATRIX)
+    d1, d0 = factored_axes(shape, view.published)
+    return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
+
+
+def small_shapes(config: RuleConfig, axes: Axes, shape: tuple[int, ...]) -> dict[str, tuple]:
+    """The shapes of all accumulators that are smaller than a tensor of this viewed shape."""
+
+    def reduced(over: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(1 if i - len(shape) in over else n for i, n in enumerate(shape))
+
+    def stacked(over: tuple[int, ...]) -> tuple[int, ...]:
+        return (len(config.factored_decays), *reduced(over))
+
+    return {
+        "rows": stacked(axes.rows),
+        "cols": stacked(axes.cols),
+        "running_rms": reduced(MATRIX),
+        "moves": reduced(axes.fate),
+        "skipped": reduced(axes.fate),
+    }
+
+
+def update_moments(
+    config: RuleConfig,
+    axes: Axes,
+    grad: Tensor,
+    moments: Moments,
+    extent: Extent,
+    *,
+    skip_nonfinite: bool = True,
+    hold_unused: bool = True,
+    fuse: Fuse = as_it_is,
+) -> tuple[Tensor, Tensor]:
+    """Takes the gradient in; whether each slice's gradient is finite, and whether it moves.
+
+    A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
+    gradient does not move; the published code does neither.
+    """
+    peak = extent.largest(_peak(grad, axes.fate), axes.fate)  # NaN and Inf come through
+    finite = peak.isfinite() if skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
+    moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
+    keep = finite.float()
+    # In the order of the axes, whichever is the largest: one compiled loop serves both cases.
+    means = {over: torch.zeros_like(x[0]) for over, x in _factored(axes, moments)}
+    for block in blocks(grad.shape, whole=fuse is not as_it_is):
+        large = (part(x, block) for x in (grad, finite, keep, moments.rms))
+        momentum = [part(m, block) for m in moments.momentum]
+        sums = fuse(absorb)(config, tuple(sorted(means)), *large, momentum)
+        for over, total in zip(sorted(means), sums, strict=True):
+            part(means[over], block).add_(total)
+    for over, old in _factored(axes, moments):
+        mean = extent.mean(means[over], over)
+        for decay, moment in zip(config.factored_decays, old, strict=True):
+            _decay(moment, mean, (1 - decay) * keep)
+    _count(moments.moves, moving)
+    _count(moments.skipped, ~finite)
+    return finite, moving
+
+
+def _factored(axes: Axes, moments: Moments) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Each factored moment with what it is averaged over; of a vector the column is not used."""
+    found = [(axes.rows, moments.rows), (axes.cols, moments.cols)]
+    return found if axes.matrix else found[:1]
+
+
+def absorb(
+    config: RuleConfig,
+    reductions: tuple[tuple[int, ...], ...],
+    grad: Tensor,
+    finite: Tensor,
+    keep: Tensor,
+    rms: Tensor,
+    momentum: list[Tensor],
+) -> list[Tensor]:
+    """Takes a block of the gradient into the large moments; sums of its squares over axes."""
+    grad = clean_gradient(grad, finite)
+    for decay, old in zip(config.momentum_decays, momentum, strict=True):
+        _decay(old, grad, (1 - decay) * keep)
+    square = grad.square()
+    _decay(rms, square, (1 - config.rms_decay) * keep)
+    square = square + FACTORED_FLOOR
+    return [square.sum(over, keepdim=True) if over else square for over in reductions]
+
+
+def clean_gradient(grad: Tensor, finite: Tensor) -> Tensor:
+    """The gradient in float32 within ±1000, so that no square overflows; 0 where not finite."""
+    grad = grad.float().clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT)
+    return grad.where(finite, 0.0)
+
+
+def _peak(grad: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The largest absolute value."""
+    if grad.numel() == 0:  # an empty shard of a tensor that is not
+        shape = [1 if i - grad.ndim in axes else n for i, n in enumerate(grad.shape)]
+        return grad.new_zeros(shape, dtype=torch.float32)
+    return torch.maximum(grad.amax(axes, True), -grad.amin(axes, True)).float()
+
+
+def _decay(old: Tensor, new: Tensor, rate: Tensor) -> None:
+    """old += rate (new - old), in place and in float32 however `old` is stored."""
+    if old.dtype == new.dtype:
+        old.lerp_(new, rate)
+    else:
+        old.copy_(old.float().lerp_(new, rate))
+
+
+def _count(count: Tensor, happened: Tensor) -> None:
+    count.add_(happened & (count < LAST_COUNT))

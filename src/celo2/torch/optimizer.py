@@ -1,0 +1,296 @@
+"""The rule as a `torch.optim.Optimizer`."""
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from celo2.explanation import Explanation, Line
+from celo2.layout import MatrixView
+from celo2.routing import Overrides, check_overrides
+from celo2.rule import Rule
+from celo2.torch.adam import move_by_adam
+from celo2.torch.groups import (
+    Params,
+    check_gradients,
+    check_params,
+    check_patterns,
+    check_settings,
+    list_params,
+    name_of,
+    route_group,
+    unpack_route,
+)
+from celo2.torch.loading import OWN, check_content, restore_statistics
+from celo2.torch.state import init_state
+from celo2.torch.step import Job, Options, move
+from celo2.torch.tensors import frame_of
+from celo2.weights import as_rule, digest
+
+# As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
+ADAM_MULTIPLIER = 20.0
+CPU = torch.device("cpu")
+
+
+class Celo2(torch.optim.Optimizer):
+    """Celo2: the learned rule on hidden matrices; AdamW on vectors, embeddings and the head.
+
+    Give it the model, so that it can tell them apart; `print(optimizer.explain())` shows how it
+    did. All settings but `overrides` and `compile` can differ between parameter groups, and a
+    group may say `updater="rule"` or `"adam"`.
+
+    Args:
+        params: a model, its `named_parameters()`, parameters, or a list of parameter groups.
+        lr: the RMS of the rule's step; 1e-4 … 1e-3 is usual.
+        rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
+        weight_decay: decoupled, multiplied by the learning rate of each branch.
+        rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
+        adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both; rules
+            are meta-trained with 20.
+        betas, eps: AdamW's other settings.
+        overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
+            matches counts.
+        published: follow the authors' code to the letter: the last two axes are the matrix,
+            non-finite gradients go in, tensors without gradients drift.
+        skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
+            finite, and count it in the state's `skipped`. Default: not `published`.
+        hold_unused: keep a matrix still until its first non-zero gradient. Default: not
+            `published`.
+        momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
+            instead of 16.
+        newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
+        maximize: ascend instead.
+        foreach: False updates every tensor by itself; by default small ones of one shape go
+            together.
+        capturable: for CUDA graphs: AdamW's step counts stay on the device.
+        compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
+
+    Example:
+        >>> import torch
+        >>> from celo2.torch import Celo2
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> optimizer = Celo2(model, lr=5e-4, weight_decay=0.1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    default_rule = "celo2"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 5e-4,
+        *,
+        rule: Rule | str | Path | None = None,
+        weight_decay: float = 0.0,
+        rms_scale: float = 1.0,
+        adam_multiplier: float = ADAM_MULTIPLIER,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        overrides: Overrides | None = None,
+        published: bool = False,
+        skip_nonfinite: bool | None = None,
+        hold_unused: bool | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        newton_schulz_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        compile: bool = False,
+    ):
+        self._rules: dict[str, Rule] = {}
+        self._overrides = dict(overrides or {})
+        self._compile = compile
+        self._weights: dict[tuple[str, torch.device], dict[str, Tensor]] = {}
+        defaults = {
+            "lr": lr,
+            "rule": self._keep(rule or self.default_rule),
+            "weight_decay": weight_decay,
+            "rms_scale": rms_scale,
+            "adam_multiplier": adam_multiplier,
+            "betas": betas,
+            "eps": eps,
+            "updater": None,
+            "published": published,
+            "skip_nonfinite": skip_nonfinite,
+            "hold_unused": hold_unused,
+            "momentum_dtype": momentum_dtype,
+            "newton_schulz_dtype": newton_schulz_dtype,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+        }
+        check_settings(defaults)
+        check_patterns(self._overrides)
+        groups: Any = [{"params": params}] if isinstance(params, nn.Module) else params
+        super().__init__(groups, defaults)
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        if self._overrides and not names:
+            raise ValueError(
+                "overrides go by name, but Celo2 got parameters without names: pass the model "
+                "itself or model.named_parameters()."
+            )
+        check_overrides(self._overrides, names)
+
+    def _keep(self, rule: Rule | str | Path) -> str:
+        """Loads a rule and gives the name that stands for it in parameter groups."""
+        if isinstance(rule, str) and rule in self._rules:
+            return rule
+        loaded = as_rule(rule)
+        name = digest(loaded) if isinstance(rule, Rule) else str(rule)
+        self._rules[name] = loaded
+        self._weights[name, CPU] = {
+            k: torch.tensor(np.asarray(w, np.float32), device=CPU)
+            for k, w in loaded.weights.items()
+        }
+        return name
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, whose `params` may be a model too."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group is a dict, not a {type(param_group).__name__}.")
+        for name in {"overrides", "compile"} & param_group.keys():
+            raise ValueError(f"{name} is for all groups: give it to Celo2 itself.")
+        group = {**self.defaults, **param_group}
+        for policy in ("skip_nonfinite", "hold_unused"):
+            group[policy] = not group["published"] if group[policy] is None else group[policy]
+        named = list_params(group["params"])
+        check_params(named)
+        check_settings(group)
+        group["rule"] = self._keep(group["rule"])
+        group["rule_digest"] = digest(self._rules[group["rule"]])
+        config = self._rules[group["rule"]].config
+        group["routes"] = route_group(
+            named, config, group["updater"], self._overrides, group["published"]
+        )
+        if named and named[0].name:
+            group["params"] = [(one.name, one.param) for one in named]
+        else:
+            group["params"] = [one.param for one in named]
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Moves every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check_gradients(group)
+        for group in self.param_groups:
+            jobs, vectors = [], []
+            for i, param in enumerate(group["params"]):
+                if param.grad is None or param.numel() == 0:
+                    continue
+                route = unpack_route(group["routes"][i])
+                if route.updater == "adam":
+                    vectors.append(param)
+                else:
+                    jobs.append(self._job(group, param, route.view))
+            lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+            move_by_adam(group, lr, vectors, [self.state[param] for param in vectors])
+            self._move_by_rule(group, lr, jobs)
+        return loss
+
+    def _job(self, group: dict[str, Any], param: Tensor, view: MatrixView) -> Job:
+        frame = frame_of(param, view)
+        state = self.state[param]
+        if not state:
+            config = self._rules[group["rule"]].config
+            state.update(init_state(config, frame, param, group["momentum_dtype"]))
+        grad = param.grad
+        assert grad is not None
+        return Job(param, -grad if group["maximize"] else grad, frame, state)
+
+    def _move_by_rule(self, group: dict[str, Any], lr: float | Tensor, jobs: list[Job]) -> None:
+        settings = {name: group[name] for name in Options._fields if name not in ("lr", "compile")}
+        options = Options(lr=lr, compile=self._compile, **settings)
+        by_device: dict[torch.device, list[Job]] = {}
+        for job in jobs:
+            by_device.setdefault(job.param.device, []).append(job)
+        for device, some in by_device.items():
+            config = self._rules[group["rule"]].config
+            with _full_precision(device):
+                move(config, self._weights_on(group["rule"], device), some, options)
+
+    def _weights_on(self, rule: str, device: torch.device) -> dict[str, Tensor]:
+        if (rule, device) not in self._weights:
+            weights = self._weights[rule, CPU]
+            self._weights[rule, device] = {k: w.to(device) for k, w in weights.items()}
+        return self._weights[rule, device]
+
+    def explain(self) -> Explanation:
+        """A printable table of who updates each parameter, why, and how it is seen."""
+        lines = Explanation()
+        for group in self.param_groups:
+            for i, (param, packed) in enumerate(zip(group["params"], group["routes"], strict=True)):
+                route, shape = unpack_route(packed), tuple(param.shape)
+                lines.append(
+                    Line(name_of(group, i), shape, *route, route.view.shape(shape), param.numel())
+                )
+        return lines
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but the rule's statistics keep their dtype.
+
+        Groups keep the rule and the routes that this optimizer was made with; a state that does
+        not fit them is refused before anything is changed.
+        """
+        own = [dict(group) for group in self.param_groups]
+        content: dict[str, Any] = {}
+
+        def look(_, loaded: dict[str, Any]) -> None:
+            check_content(self.param_groups, self._rules, loaded)
+            content.update(loaded)
+
+        # The last of the hooks: it sees what the others have made of the content.
+        handle = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, before in zip(self.param_groups, own, strict=True):
+            # A setting may be newer than the saved state.
+            group.update({k: v for k, v in before.items() if k in OWN or k not in group})
+        restore_statistics(self.param_groups, self.state, content)
+        for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
+            if saved.get("rule_digest") != group["rule_digest"]:
+                warnings.warn(
+                    f"The state was saved with another rule than {group['rule']}, which goes on "
+                    "with it.",
+                    stacklevel=2,
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_rules", "_overrides", "_compile", "_weights")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+
+class Celo2Base(Celo2):
+    """Celo2-base: the learned rule on every tensor, without orthogonalization.
+
+    Only single-element tensors go to AdamW. Takes the arguments of `Celo2`.
+
+    Example:
+        >>> import torch
+        >>> from celo2.torch import Celo2Base
+        >>> optimizer = Celo2Base(torch.nn.Linear(4, 8), lr=3e-4)
+    """
+
+    default_rule = "celo2-base"
+
+
+def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Where a step is called inside autocast, its products of matrices stay in float32."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,102 @@
+"""Parameters as the rule sees them: matrix views in memory order, and parts of sharded ones."""
+
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from celo2.layout import MatrixView
+from celo2.torch.blocks import Extent, Shards, Split
+from celo2.torch.moments import Axes, axes_of
+
+
+class Frame(NamedTuple):
+    """How one stored parameter is worked on."""
+
+    view: MatrixView  # with rows and columns in the order in which memory has them
+    axes: Axes
+    extent: Extent
+
+
+def frame_of(param: Tensor, view: MatrixView) -> Frame:
+    """The frame of a parameter whose matrix is `view`.
+
+    A Linear weight is stored (out, in), its matrix is (in, out). All that the rule computes is
+    the same on the transposed matrix, once it is settled which axis is the largest.
+    """
+    shape = tuple(param.shape)
+    axes = axes_of(view, view.shape(shape))
+    if view.rows and view.columns and view.columns[0] < view.rows[0]:
+        view = view._replace(rows=view.columns, columns=view.rows)
+        rows, cols = (
+            tuple({-1: -2, -2: -1}.get(a, a) for a in over) for over in (axes.rows, axes.cols)
+        )
+        axes = axes._replace(rows=rows, cols=cols)
+    return Frame(view, axes, Extent(view.shape(shape), _shards_of(param, view)))
+
+
+def local(x: Any) -> Tensor:
+    """What this process has of a tensor."""
+    return x.to_local() if is_dtensor(x) else x
+
+
+def aligned(grad: Any, param: Tensor) -> Tensor:
+    """A gradient split as its parameter is; tensor parallelism leaves some as sums to be made."""
+    if not is_dtensor(param) or grad.placements == param.placements:
+        return grad
+    return grad.redistribute(placements=param.placements)
+
+
+def is_dtensor(x: Tensor) -> TypeGuard[Any]:  # Any: its module is slow to import
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
+def to_view(x: Tensor, view: MatrixView) -> Tensor:
+    """A stored tensor as (batch…, ·, ·): memory shared where its strides allow it."""
+    return x.permute(view.order).reshape(view.shape(tuple(x.shape)))
+
+
+def from_view(x: Tensor, view: MatrixView, stored: torch.Size) -> Tensor:
+    """The stored form of a viewed tensor."""
+    x = x.reshape([stored[axis] for axis in view.order])
+    return x.permute(sorted(range(len(stored)), key=view.order.__getitem__))
+
+
+def _shards_of(param: Any, view: MatrixView) -> Shards | None:
+    """Which axis of the viewed tensor each dimension of the device mesh splits."""
+    if not is_dtensor(param):
+        return None
+    splits, parts = [], [1] * param.ndim
+    for placement, processes in zip(param.placements, param.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            splits.append(Split(None))
+            continue
+        if not hasattr(placement, "dim"):
+            raise NotImplementedError(
+                f"celo2 works on DTensors placed as Shard or Replicate, not {placement}."
+            )
+        splits.append(
+            Split(_viewed_axis(placement.dim, view), getattr(placement, "split_factor", 0))
+        )
+        parts[placement.dim] *= processes
+    for folded in (view.rows, view.columns):
+        if len(folded) > 1 and param.shape[folded[0]] % parts[folded[0]]:
+            raise NotImplementedError(
+                f"celo2 cannot fold axes {folded} of a tensor of shape {tuple(param.shape)} whose "
+                f"axis {folded[0]} is split unevenly over {parts[folded[0]]} processes; shard it "
+                "along another axis, or pad it."
+            )
+    return Shards(param.device_mesh, splits)
+
+
+def _viewed_axis(axis: int, view: MatrixView) -> int:
+    """Where a stored axis is in the view, counted from the end."""
+    if axis in view.batch:
+        return view.batch.index(axis) - len(view.batch) - 2
+    for folded, place in ((view.rows, -2), (view.columns, -1)):
+        if folded and folded[0] == axis:
+            return place
+    raise NotImplementedError(
+        f"celo2 cannot follow a tensor sharded along axis {axis}, which is folded behind another "
+        f"one in its matrix view {view}; shard it along axis 0."
+    )
