@@ -355,7 +355,7 @@ def uneven_folded_axis_is_refused(here: Here):
 def flattened_parameters_are_refused(here: Here):
     for kept in (False, True):
         model = FullyShardedDataParallel(Model(), device_id=here.device, use_orig_params=kept)
-        for params in (model, model.named_parameters()):
+        for params in (model, model.named_parameters(), model.parameters()):
             try:
                 Celo2(params, LR)
             except ValueError as error:

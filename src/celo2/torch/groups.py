@@ -51,7 +51,9 @@ def check_params(named: list[Named]) -> None:
             raise TypeError(
                 f"celo2 updates real floating-point parameters, but {name} is {param.dtype}."
             )
-        if type(param).__name__ == "FlatParameter" or "_fsdp_wrapped_module" in name:
+        marks = ("_is_flat_param", "_fsdp_flattened")
+        flat = type(param).__name__ == "FlatParameter" or any(hasattr(param, m) for m in marks)
+        if flat or "_fsdp_wrapped_module" in name:
             raise ValueError(
                 f"{name} is flattened by FullyShardedDataParallel: rows and columns are lost. "
                 "Use fully_shard (FSDP2), which keeps every tensor's shape."

@@ -28,7 +28,7 @@ from celo2.torch.groups import (
 from celo2.torch.loading import OWN, check_content, restore_statistics
 from celo2.torch.state import init_state
 from celo2.torch.step import Job, Options, move
-from celo2.torch.tensors import frame_of
+from celo2.torch.tensors import aligned, frame_of
 from celo2.weights import as_rule, digest
 
 # As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
@@ -207,8 +207,7 @@ class Celo2(torch.optim.Optimizer):
         if not state:
             config = self._rules[group["rule"]].config
             state.update(init_state(config, frame, param, group["momentum_dtype"]))
-        grad = param.grad
-        assert grad is not None
+        grad = aligned(param.grad, param)
         return Job(param, -grad if group["maximize"] else grad, frame, state)
 
     def _move_by_rule(self, group: dict[str, Any], lr: float | Tensor, jobs: list[Job]) -> None:
