@@ -12,7 +12,6 @@ AdamW and Celo2-base get everything.
 import argparse
 import json
 import time
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +127,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message="The shipped rule")
     rows = race(contenders(lm_params()), args.rounds)
     for row in rows:
         row["first_call_seconds"] = row["trace_seconds"] + row["compile_seconds"]

@@ -12,7 +12,6 @@ and have alive at a time, in multiples of the largest tensor.
 import argparse
 import json
 import time
-import warnings
 import weakref
 
 import torch
@@ -135,7 +134,6 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="leave compiled ones out")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message="The shipped rule")
     all_ = contenders(args.eager)
     for _ in range(args.rounds):
         for contender in all_:

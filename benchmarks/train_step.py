@@ -10,7 +10,6 @@ optimizer steps alone on language models from 0.1M to 50M parameters.
 
 import argparse
 import time
-import warnings
 
 import jax
 import numpy as np
@@ -74,7 +73,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="per step")
     parser.add_argument("--growth", action="store_true")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message="The shipped rule")
     growth(args.rounds) if args.growth else train_steps(args.rounds, args.tokens)
 
 

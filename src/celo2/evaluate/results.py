@@ -83,8 +83,8 @@ def summarize(recipe: Recipe, out: str | PathLike) -> dict[tuple[str, str], Best
 
 
 def _best(settings: list[list[Outcome]]) -> Best:
-    chosen = min(settings, key=_cost)
-    cost = _cost(chosen)
+    chosen = min(settings, key=setting_cost)
+    cost = setting_cost(chosen)
     runs = [outcome for members in settings for outcome in members]
     sign = -1.0 if find(chosen[0].config.task).higher_is_better else 1.0
     return Best(
@@ -95,7 +95,7 @@ def _best(settings: list[list[Outcome]]) -> Best:
     )
 
 
-def _cost(members: list[Outcome]) -> float:
+def setting_cost(members: list[Outcome]) -> float:
     """The mean score of a setting's seeds, turned so that lower is better."""
     scores = [outcome.score for outcome in members]
     if any(score is None for score in scores):

@@ -1,0 +1,259 @@
+"""The numbers of a report, read from a sweep's folder; tables and figures only show them."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from celo2.evaluate.config import from_fields, resolve
+from celo2.evaluate.results import Best, Outcome, find_best, setting_cost
+from celo2.runs import records
+from celo2.runs.records import Row
+from celo2.tasks import find
+
+BASELINE = "adamw"
+Point = tuple[float, float]  # step, value
+
+
+class Entry(NamedTuple):
+    """One optimizer on one task."""
+
+    label: str
+    best: Best
+    tuning: tuple[Outcome, ...]
+    seeds: tuple[Outcome, ...]  # runs of the best setting: the final ones, else those that tuned
+
+
+class Sweep(NamedTuple):
+    """A sweep's folder as read: what was to be run, and what became of it."""
+
+    name: str
+    index: Row  # sweep.json
+    tasks: dict[str, list[Entry]]
+    rows: dict[str, list[Row]]  # of every run, by the name of its folder
+
+
+class Spread(NamedTuple):
+    """Scores over seeds."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+class Reached(NamedTuple):
+    """When a run came to the baseline's final score, and how much sooner that is."""
+
+    steps: float
+    speed_up: float
+
+
+class Costs(NamedTuple):
+    """Medians over an optimizer's runs on a task; None where nothing is recorded."""
+
+    seconds_per_step: float | None
+    compile_seconds: float | None
+    state_bytes: float | None
+    temporary_bytes: float | None
+
+
+def is_sweep(folder: str | PathLike) -> bool:
+    """Whether a sweep was started in the folder."""
+    return (Path(folder) / "sweep.json").is_file()
+
+
+def read_sweep(folder: str | PathLike) -> Sweep:
+    """What a sweep's folder holds; no rule or data is needed, so another machine can read it."""
+    folder = Path(folder)
+    if not is_sweep(folder):
+        raise FileNotFoundError(f"{folder} has no sweep.json: give the --out of `celo2 sweep`.")
+    try:
+        index = json.loads((folder / "sweep.json").read_text("utf-8"))
+        stages = [_configs(index[stage]) for stage in ("tuning", "final")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'sweep.json'} lists no runs: {error!r}.") from error
+    names = {name for stage in stages for name in stage}
+    rows = {name: records.read(folder / name / "records.jsonl") for name in names}
+    if not any(row.get("kind") == "end" for run in rows.values() for row in run):
+        raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
+    tuning, final = ([_outcome(n, c, rows[n]) for n, c in stage.items()] for stage in stages)
+    return Sweep(str(index.get("recipe", folder.name)), index, compare(tuning, final), rows)
+
+
+def compare(tuning: Sequence[Outcome], final: Sequence[Outcome]) -> dict[str, list[Entry]]:
+    """Every optimizer's runs and the best of them, by task."""
+    tasks: dict[str, list[Entry]] = {}
+    for (task, label), best in find_best(tuning).items():
+        mine = tuple(o for o in tuning if (o.config.task, o.config.label) == (task, label))
+        seeds = () if best.score is None else _seeds(best, final) or _seeds(best, mine)
+        tasks.setdefault(task, []).append(Entry(label, best, mine, seeds))
+    return tasks
+
+
+def spread(scores: Iterable[float | None]) -> Spread | None:
+    """The mean and the range of the scores that there are."""
+    found = [score for score in scores if score is not None]
+    if not found:
+        return None
+    return Spread(math.fsum(found) / len(found), min(found), max(found), len(found))
+
+
+def curve(rows: Sequence[Row], kind: str, field: str, name: str) -> list[Point]:
+    """`row[field][name]` by step; a resumed run may have a step twice, of which the last counts."""
+    found = {row["step"]: (row.get(field) or {}).get(name) for row in rows if row["kind"] == kind}
+    return [(step, found[step]) for step in sorted(found) if found[step] is not None]
+
+
+def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean of the curves at the steps that they share."""
+    columns = [dict(points) for points in curves]
+    shared = set.intersection(*map(set, columns)) if columns else set()
+    return [(s, math.fsum(c[s] for c in columns) / len(columns)) for s in sorted(shared)]
+
+
+def best_curve(sweep: Sweep, entry: Entry, kind: str, field: str, name: str) -> list[Point]:
+    """The mean curve of the seeds that have a score."""
+    runs = [run for run in entry.seeds if run.score is not None]
+    return mean_curve([curve(sweep.rows[run.name], kind, field, name) for run in runs])
+
+
+def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> float | None:
+    """The step at which a curve first comes to the target, between its points on straight lines.
+
+    >>> steps_to_reach([(0, 4.0), (10, 2.0)], 2.5, higher=False)
+    7.5
+    """
+    sign = -1.0 if higher else 1.0
+    before: Point | None = None
+    for step, value in points:
+        excess = sign * (value - target)
+        if excess <= 0:
+            if before is None:
+                return float(step)
+            return before[0] + (step - before[0]) * before[1] / (before[1] - excess)
+        before = (step, excess)
+    return None
+
+
+def baseline_of(entries: Sequence[Entry]) -> Entry | None:
+    """AdamW's entry, if it has a score."""
+    scored = [entry for entry in entries if spread(run.score for run in entry.seeds)]
+    named = [entry for entry in scored if entry.label == BASELINE]
+    return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
+
+
+def reach(sweep: Sweep, entry: Entry, baseline: Entry) -> Reached | None:
+    """When the mean validation curve comes to the baseline's final mean; None if it never does."""
+    goal, steps = spread(run.score for run in baseline.seeds), baseline.best.config.steps
+    metric, higher = metric_of(sweep, entry)
+    points = best_curve(sweep, entry, "valid", "metrics", metric)
+    found = None if goal is None else steps_to_reach(points, goal.mean, higher)
+    if found is None or steps is None:
+        return None
+    return Reached(found, steps / found if found > 0 else math.inf)
+
+
+def metric_of(sweep: Sweep, entry: Entry) -> tuple[str, bool]:
+    """The metric by which runs are compared, and whether higher is better."""
+    for run in entry.tuning:
+        for row in sweep.rows[run.name]:
+            if row.get("kind") == "start":
+                return row["metric"], row["higher_is_better"]
+    spec = find(entry.best.config.task)
+    return spec.metric, spec.higher_is_better
+
+
+def sensitivity(entry: Entry) -> list[tuple[float, float | None]]:
+    """The score by learning rate, at its best weight decay; None where every run diverged."""
+    settings: dict[tuple[float, float], list[Outcome]] = {}
+    for run in entry.tuning:
+        if run.end is not None:
+            key = run.config.learning_rate, run.config.weight_decay
+            settings.setdefault(key, []).append(run)
+    rates = sorted({rate for rate, _ in settings})
+    chosen = {
+        rate: min((runs for key, runs in settings.items() if key[0] == rate), key=setting_cost)
+        for rate in rates
+    }
+    means = {
+        rate: spread(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
+        for rate, runs in chosen.items()
+    }
+    return [(rate, None if mean is None else mean.mean) for rate, mean in means.items()]
+
+
+def edge_of(entry: Entry) -> str | None:
+    """Whether the best learning rate is the `lowest` or the `highest` of those tried."""
+    rates = [rate for rate, _ in sensitivity(entry)]
+    best = entry.best.config.learning_rate
+    if entry.best.score is None or len(rates) < 2 or min(rates) < best < max(rates):
+        return None
+    return "lowest" if best == min(rates) else "highest"
+
+
+def costs_of(entry: Entry) -> Costs:
+    """What a step costs; of the runs that did not diverge."""
+    ends = [run.end for run in (*entry.tuning, *entry.seeds) if run.state == "finished" and run.end]
+
+    def middle(field: str) -> float | None:
+        found = [end[field] for end in ends if end.get(field) is not None]
+        return median(found) if found else None
+
+    return Costs(*map(middle, Costs._fields))
+
+
+def notes(entries: Sequence[Entry]) -> list[str]:
+    """What a reader has to know before trusting the comparison."""
+    budgets = [len(entry.tuning) for entry in entries]
+    counts = ", ".join(f"{e.label} {n}" for e, n in zip(entries, budgets, strict=True))
+    if len(set(budgets)) > 1:
+        found = [f"Unequal tuning budgets, which favour the larger: {counts} runs."]
+    else:
+        found = [f"Equal tuning budgets: {budgets[0]} runs for each optimizer."]
+    for entry in entries:
+        found += _notes_on(entry)
+    return found
+
+
+def _notes_on(entry: Entry) -> list[str]:
+    label, best, found = entry.label, entry.best, []
+    if edge := edge_of(entry):
+        rate = f"{best.config.learning_rate:g}"
+        found.append(f"{label}: its best rate, {rate}, is the {edge} tried; others may be better.")
+    if len({run.config.learning_rate for run in entry.tuning}) == 1:
+        found.append(f"{label}: one learning rate only; it was not tuned.")
+    if best.score is None:
+        found.append(f"{label}: no setting came to a score.")
+    elif sum(run.score is not None for run in entry.seeds) == 1:
+        found.append(f"{label}: a single seed; its spread is unknown.")
+    every = {run.name: run for run in (*entry.tuning, *entry.seeds)}.values()
+    if diverged := sum(run.state == "diverged" for run in entry.seeds):
+        found.append(f"{label}: {diverged} of {len(entry.seeds)} seeds diverged at the best rate.")
+    if waiting := sum(run.state == "waiting" for run in every):
+        found.append(f"{label}: {waiting} of {len(every)} runs have not ended.")
+    if errors := [run.error for run in every if run.state == "failed"]:
+        found.append(f"{label}: {len(errors)} of {len(every)} runs failed, as with {errors[0]}.")
+    return found
+
+
+def _configs(stage: Row) -> dict:
+    return {name: resolve(from_fields(fields)) for name, fields in stage.items()}
+
+
+def _seeds(best: Best, runs: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    setting = replace(best.config, seed=0)
+    return tuple(run for run in runs if replace(run.config, seed=0) == setting)
+
+
+def _outcome(name: str, config, rows: Sequence[Row]) -> Outcome:
+    last = rows[-1] if rows else {}
+    if last.get("kind") == "failed":
+        return Outcome(name, config, "failed", error=str(last.get("error")))
+    if last.get("kind") != "end" or not last.get("finished"):
+        return Outcome(name, config, "waiting")
+    return Outcome(name, config, "diverged" if last["diverged"] else "finished", last)
