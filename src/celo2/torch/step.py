@@ -136,7 +136,7 @@ def _update(
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     # Dynamic shapes: one program for all matrices instead of one for each shape.
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True)
 
 
 def _shares_memory(moments: Moments, state: dict[str, Tensor]) -> bool:
