@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from celo2.evaluate.config import from_fields, resolve
+from celo2.evaluate.config import RunConfig, from_fields, resolve
 from celo2.evaluate.results import Best, Outcome, find_best, setting_cost
 from celo2.runs import records
 from celo2.runs.records import Row
@@ -77,7 +77,7 @@ def read_sweep(folder: str | PathLike) -> Sweep:
         stages = [_configs(index[stage]) for stage in ("tuning", "final")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / 'sweep.json'} lists no runs: {error!r}.") from error
-    names = {name for stage in stages for name in stage}
+    names = dict.fromkeys(name for stage in stages for name in stage)
     rows = {name: records.read(folder / name / "records.jsonl") for name in names}
     if not any(row.get("kind") == "end" for run in rows.values() for row in run):
         raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
@@ -105,8 +105,9 @@ def spread(scores: Iterable[float | None]) -> Spread | None:
 
 def curve(rows: Sequence[Row], kind: str, field: str, name: str) -> list[Point]:
     """`row[field][name]` by step; a resumed run may have a step twice, of which the last counts."""
-    found = {row["step"]: (row.get(field) or {}).get(name) for row in rows if row["kind"] == kind}
-    return [(step, found[step]) for step in sorted(found) if found[step] is not None]
+    mine = [row for row in rows if row.get("kind") == kind]
+    found = {row["step"]: (row.get(field) or {}).get(name) for row in mine}
+    return [(step, value) for step, value in sorted(found.items()) if value is not None]
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
@@ -169,22 +170,18 @@ def metric_of(sweep: Sweep, entry: Entry) -> tuple[str, bool]:
 
 
 def sensitivity(entry: Entry) -> list[tuple[float, float | None]]:
-    """The score by learning rate, at its best weight decay; None where every run diverged."""
-    settings: dict[tuple[float, float], list[Outcome]] = {}
+    """The score by learning rate, each at its best weight decay; None where a seed diverged."""
+    settings: dict[float, dict[float, list[Outcome]]] = {}
     for run in entry.tuning:
         if run.end is not None:
-            key = run.config.learning_rate, run.config.weight_decay
-            settings.setdefault(key, []).append(run)
-    rates = sorted({rate for rate, _ in settings})
-    chosen = {
-        rate: min((runs for key, runs in settings.items() if key[0] == rate), key=setting_cost)
-        for rate in rates
-    }
-    means = {
-        rate: spread(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
-        for rate, runs in chosen.items()
-    }
-    return [(rate, None if mean is None else mean.mean) for rate, mean in means.items()]
+            decays = settings.setdefault(run.config.learning_rate, {})
+            decays.setdefault(run.config.weight_decay, []).append(run)
+    points = []
+    for rate, decays in sorted(settings.items()):
+        runs = min(decays.values(), key=setting_cost)
+        mean = spread(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
+        points.append((rate, None if mean is None else mean.mean))
+    return points
 
 
 def edge_of(entry: Entry) -> str | None:
@@ -207,41 +204,7 @@ def costs_of(entry: Entry) -> Costs:
     return Costs(*map(middle, Costs._fields))
 
 
-def notes(entries: Sequence[Entry]) -> list[str]:
-    """What a reader has to know before trusting the comparison."""
-    budgets = [len(entry.tuning) for entry in entries]
-    counts = ", ".join(f"{e.label} {n}" for e, n in zip(entries, budgets, strict=True))
-    if len(set(budgets)) > 1:
-        found = [f"Unequal tuning budgets, which favour the larger: {counts} runs."]
-    else:
-        found = [f"Equal tuning budgets: {budgets[0]} runs for each optimizer."]
-    for entry in entries:
-        found += _notes_on(entry)
-    return found
-
-
-def _notes_on(entry: Entry) -> list[str]:
-    label, best, found = entry.label, entry.best, []
-    if edge := edge_of(entry):
-        rate = f"{best.config.learning_rate:g}"
-        found.append(f"{label}: its best rate, {rate}, is the {edge} tried; others may be better.")
-    if len({run.config.learning_rate for run in entry.tuning}) == 1:
-        found.append(f"{label}: one learning rate only; it was not tuned.")
-    if best.score is None:
-        found.append(f"{label}: no setting came to a score.")
-    elif sum(run.score is not None for run in entry.seeds) == 1:
-        found.append(f"{label}: a single seed; its spread is unknown.")
-    every = {run.name: run for run in (*entry.tuning, *entry.seeds)}.values()
-    if diverged := sum(run.state == "diverged" for run in entry.seeds):
-        found.append(f"{label}: {diverged} of {len(entry.seeds)} seeds diverged at the best rate.")
-    if waiting := sum(run.state == "waiting" for run in every):
-        found.append(f"{label}: {waiting} of {len(every)} runs have not ended.")
-    if errors := [run.error for run in every if run.state == "failed"]:
-        found.append(f"{label}: {len(errors)} of {len(every)} runs failed, as with {errors[0]}.")
-    return found
-
-
-def _configs(stage: Row) -> dict:
+def _configs(stage: Row) -> dict[str, RunConfig]:
     return {name: resolve(from_fields(fields)) for name, fields in stage.items()}
 
 
@@ -250,7 +213,7 @@ def _seeds(best: Best, runs: Sequence[Outcome]) -> tuple[Outcome, ...]:
     return tuple(run for run in runs if replace(run.config, seed=0) == setting)
 
 
-def _outcome(name: str, config, rows: Sequence[Row]) -> Outcome:
+def _outcome(name: str, config: RunConfig, rows: Sequence[Row]) -> Outcome:
     last = rows[-1] if rows else {}
     if last.get("kind") == "failed":
         return Outcome(name, config, "failed", error=str(last.get("error")))

@@ -1,0 +1,239 @@
+"""A sweep as one HTML page that needs no other file, made from its records alone."""
+
+import base64
+import io
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from celo2.evaluate.comparison import (
+    Entry,
+    Sweep,
+    baseline_of,
+    costs_of,
+    metric_of,
+    reach,
+    read_sweep,
+    spread,
+)
+from celo2.evaluate.notes import notes
+from celo2.evaluate.plots import FIGURES, write_svg
+from celo2.evaluate.recipe import TEXTS
+from celo2.runs.records import Row
+from celo2.weights import write_whole
+
+TITLES = {
+    "curves": "Best setting of each: training as a line, validation as points",
+    "rates": "Learning-rate sensitivity",
+    "update_rms": "RMS of updates, learning rate included",
+    "param_rms": "RMS of parameters",
+}
+NONE = "–"
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff;
+  max-width: 70rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.3rem; margin-top: 2.5rem;
+  border-top: 1px solid #d0d7de; padding-top: 1rem; } h3 { font-size: 1.05rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid #d0d7de;
+  white-space: nowrap; }
+th { background: #f6f8fa; font-weight: 600; }
+th:first-child, td:first-child, .facts td { text-align: left; }
+.facts td { white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
+.facts td:first-child { color: #57606a; white-space: nowrap; }
+.best { font-weight: 700; }
+.scroll td:first-child { position: sticky; left: 0; background: #fff; }
+@media (max-width: 40rem) { .scroll { box-shadow: inset -9px 0 9px -9px #57606a; } }
+.notes { background: #fff8e5; border-left: 4px solid #d4a72c; padding: .5rem 1rem .5rem 2rem;
+  overflow-wrap: anywhere; }
+.figures { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+figure { margin: 0; } figure img { width: 100%; height: auto; }
+figcaption, .small { color: #57606a; font-size: .85rem; }
+"""
+READ = (
+    "The best setting of an optimizer is the one with the best mean final validation score among "
+    "its tuning runs; it is then run with the final seeds, where the recipe has any. A seed that "
+    "is among both was looked at when choosing, which flatters its score a little. The range is "
+    "from the lowest to the highest seed; bold is the best mean, however small its lead. Speed-up "
+    "is AdamW's number of steps, divided by the step at which the mean validation curve first "
+    "comes to AdamW's final mean, on straight lines between validations; it counts steps, not "
+    "seconds. Learning-rate schedules end at the last step, so a shorter run would need a "
+    "schedule of its own to be as good. Times are medians over runs, and another load on the "
+    "machine changes them; runs of a sweep share compiled programs."
+)
+
+
+def write_report(folder: str | PathLike, out: str | PathLike) -> Path:
+    """Writes the page of a sweep's folder, and gives its path."""
+    page = build_page(read_sweep(folder))
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(Path(out), page.encode())
+    return Path(out)
+
+
+def build_page(sweep: Sweep) -> str:
+    """The page as HTML."""
+    title = f"Comparison {sweep.name}"
+    sections = "\n".join(_section(sweep, task) for task in sweep.tasks)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{_facts_table(facts(sweep))}
+{sections}
+<h2>How to read this</h2>
+<p class="small">{escape(READ)}</p>
+</body>
+</html>
+"""
+
+
+def facts(sweep: Sweep) -> list[tuple[str, str]]:
+    """Where the records come from; what differs between runs is given in all its forms."""
+    starts = [row for rows in sweep.rows.values() for row in rows if row.get("kind") == "start"]
+    told = [row for rows in sweep.rows.values() for row in rows if row.get("versions")]
+    ended = sum(any(row.get("kind") == "end" for row in rows) for rows in sweep.rows.values())
+    times = [row["time"] for row in starts if row.get("time") is not None]
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(moment)) for moment in times})
+    rules = {(row["config"]["label"], row["rule"]) for row in starts if row.get("rule")}
+    lines = [(key, str(sweep.index[key])) for key in TEXTS if sweep.index.get(key)]
+    lines += [("runs", f"{ended} of {len(sweep.rows)} ended")]
+    lines += [("date (UTC)", " to ".join(dict.fromkeys((days[0], days[-1]))))] if days else []
+    lines += [("versions", text) for text in _distinct(row["versions"] for row in told)]
+    lines += [("hardware", text) for text in _distinct(row.get("hardware") or {} for row in told)]
+    return lines + [("rule", f"{label}: SHA-256 {rule}") for label, rule in sorted(rules)]
+
+
+def score_table(sweep: Sweep, task: str) -> list[list[str]]:
+    """The best of each optimizer, with a head; the first column names it."""
+    entries = sweep.tasks[task]
+    baseline = baseline_of(entries)
+    metric, _ = metric_of(sweep, entries[0])
+    head = ["optimizer", "best rate", "decay", f"final {metric}", "range", "seeds", "tuning runs"]
+    head += ["diverged", "steps to AdamW's", "speed-up"]
+    return [head, *(_score_row(sweep, entry, baseline) for entry in entries)]
+
+
+def cost_table(sweep: Sweep, task: str) -> list[list[str]]:
+    """What a step of each optimizer costs, with a head."""
+    rows = [["optimizer", "ms per step", "against AdamW", "compile s", "state", "step memory"]]
+    baseline = baseline_of(sweep.tasks[task])
+    base = None if baseline is None else costs_of(baseline).seconds_per_step
+    for entry in sweep.tasks[task]:
+        costs = costs_of(entry)
+        seconds = costs.seconds_per_step
+        ratio = seconds / base if seconds and base else None
+        rows.append(
+            [
+                entry.label,
+                _number(None if seconds is None else 1e3 * seconds, ".3g"),
+                NONE if ratio is None else f"{ratio:.2f}×",
+                _number(costs.compile_seconds, ".1f"),
+                _size(costs.state_bytes),
+                _size(costs.temporary_bytes),
+            ]
+        )
+    return rows
+
+
+def _score_row(sweep: Sweep, entry: Entry, baseline: Entry | None) -> list[str]:
+    best, score = entry.best, spread(run.score for run in entry.seeds)
+    found = None if baseline is None else reach(sweep, entry, baseline)
+    missing = "not reached" if baseline is not None and score is not None else NONE
+    return [
+        entry.label,
+        NONE if best.score is None else f"{best.config.learning_rate:g}",
+        NONE if best.score is None else f"{best.config.weight_decay:g}",
+        NONE if score is None else f"{score.mean:#.4g}",
+        NONE if score is None or score.count < 2 else f"{score.low:#.4g} … {score.high:#.4g}",
+        str(0 if score is None else score.count),
+        str(best.runs),
+        str(best.diverged),
+        missing if found is None else f"{found.steps:.0f}",
+        missing if found is None else f"{found.speed_up:.2f}×",
+    ]
+
+
+def _section(sweep: Sweep, task: str) -> str:
+    entries = sweep.tasks[task]
+    metric, higher = metric_of(sweep, entries[0])
+    config = entries[0].best.config
+    about = f"{config.steps} steps of {config.batch} examples; compared by {metric}, where "
+    about += f"{'higher' if higher else 'lower'} is better{_parameters(sweep, entries)}."
+    figures = "\n".join(_figure(sweep, task, name) for name in FIGURES)
+    return f"""<h2>{escape(task)}</h2>
+<p>{escape(about)}</p>
+{_table(score_table(sweep, task), _winner(entries, higher))}
+<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes(entries))}</ul>
+<div class="figures">
+{figures}
+</div>
+<h3>Cost</h3>
+{_table(cost_table(sweep, task))}"""
+
+
+def _parameters(sweep: Sweep, entries: Sequence[Entry]) -> str:
+    rows = [row for entry in entries for run in entry.tuning for row in sweep.rows[run.name]]
+    sizes = next((row["sizes"] for row in rows if row.get("sizes")), None)
+    return f"; {sizes['parameters']:,} parameters" if sizes else ""
+
+
+def _winner(entries: Sequence[Entry], higher: bool) -> str | None:
+    means = {entry.label: spread(run.score for run in entry.seeds) for entry in entries}
+    found = {label: score.mean for label, score in means.items() if score is not None}
+    return (max if higher else min)(found, key=found.__getitem__) if found else None
+
+
+def _figure(sweep: Sweep, task: str, name: str) -> str:
+    file, title = io.BytesIO(), escape(TITLES[name])
+    write_svg(FIGURES[name](sweep, task), file)
+    data = base64.b64encode(file.getvalue()).decode()
+    alt = escape(f"{TITLES[name]}, {task}", quote=True)
+    return f"""<figure><img alt="{alt}" src="data:image/svg+xml;base64,{data}">
+<figcaption>{title}</figcaption></figure>"""
+
+
+def _table(rows: Sequence[Sequence[str]], best: str | None = None) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
+    body = "\n".join(_row(row, ' class="best"' if row[0] == best else "") for row in rows[1:])
+    inner = f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>"
+    return f'<div class="scroll"><table>{inner}</table></div>'
+
+
+def _facts_table(lines: Iterable[tuple[str, str]]) -> str:
+    return f'<table class="facts"><tbody>{"".join(_row(line) for line in lines)}</tbody></table>'
+
+
+def _row(cells: Iterable[str], attribute: str = "") -> str:
+    return f"<tr{attribute}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _distinct(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(", ".join(f"{k} {v}" for k, v in row.items()) for row in rows))
+
+
+def _number(value: Any, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def _size(value: float | None) -> str:
+    """Bytes in the unit that fits."""
+    if value is None:
+        return NONE
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
