@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+MATRIX = (-2, -1)  # the axes of the matrix in a viewed tensor
+
 
 class MatrixView(NamedTuple):
     """How a stored tensor is read as (batch…, in, out): three groups of its axes.
@@ -32,6 +34,15 @@ class MatrixView(NamedTuple):
         """The viewed shape of a tensor stored as `stored`; a vector is one row, (1, n)."""
         fold = (math.prod(stored[a] for a in axes) for axes in (self.rows, self.columns))
         return (*(stored[a] for a in self.batch), *fold)
+
+
+class Axes(NamedTuple):
+    """The axes of a viewed tensor that the rule treats specially, counted from the end."""
+
+    matrix: bool  # False for scalars and vectors, whose second moments are not factored
+    rows: tuple[int, ...]  # what row moments are averaged over: the largest axis
+    cols: tuple[int, ...]  # what column moments are averaged over: the second largest axis
+    fate: tuple[int, ...]  # what holds still or is skipped together
 
 
 def vector_view(ndim: int) -> MatrixView:
@@ -77,3 +88,11 @@ def factored_axes(shape: tuple[int, ...], published: bool = False) -> tuple[int,
     start = 0 if published else len(shape) - 2
     by_size = sorted(range(start, len(shape)), key=lambda axis: shape[axis])
     return by_size[-2] - len(shape), by_size[-1] - len(shape)
+
+
+def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
+    """The axes of a tensor with this view and this viewed shape."""
+    if view.is_vector:
+        return Axes(False, (), MATRIX, MATRIX)
+    d1, d0 = factored_axes(shape, view.published)
+    return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)

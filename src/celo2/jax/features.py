@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from celo2.jax.moments import Axes, Moments
+from celo2.jax.moments import Moments
+from celo2.layout import Axes
 from celo2.rule import RuleConfig, feature_rows
 
 CLIP = 0.1

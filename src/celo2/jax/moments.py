@@ -10,24 +10,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.layout import MatrixView, factored_axes
+from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 
 GRADIENT_LIMIT = 1000.0
 FACTORED_FLOOR = 1e-30  # keeps a factored moment positive where squares underflow
 LAST_COUNT = 2**31 - 1
-
-
-MATRIX = (-2, -1)
-
-
-class Axes(NamedTuple):
-    """The axes of a viewed tensor that the rule treats specially, counted from the end."""
-
-    matrix: bool  # False for scalars and vectors, whose second moments are not factored
-    rows: tuple[int, ...]  # what row moments are averaged over: the largest axis
-    cols: tuple[int, ...]  # what column moments are averaged over: the second largest axis
-    fate: tuple[int, ...]  # what holds still or is skipped together
 
 
 class Moments(NamedTuple):
@@ -40,14 +28,6 @@ class Moments(NamedTuple):
     running_rms: Array  # mean RMS of the updates so far, for the rolling norms
     moves: Array  # steps in which the slice moved: 0 until its first non-zero gradient
     skipped: Array  # steps left out because the gradient was not finite
-
-
-def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
-    """The axes of a tensor with this view and this viewed shape."""
-    if view.is_vector:
-        return Axes(False, (), MATRIX, MATRIX)
-    d1, d0 = factored_axes(shape, view.published)
-    return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
 
 
 def init_moments(config: RuleConfig, axes: Axes, param: Array, momentum_dtype=None) -> Moments:
@@ -79,8 +59,8 @@ def update_moments(
     *,
     skip_nonfinite: bool = True,
     hold_unused: bool = True,
-) -> tuple[Moments, Array, Array]:
-    """The new moments, whether each slice's gradient is finite, and whether the slice moves.
+) -> tuple[Moments, Array]:
+    """The new moments, and whether each slice moves.
 
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
@@ -88,32 +68,23 @@ def update_moments(
     peak = reduce_in_turn(jnp.max, jnp.abs(grad), axes.fate)  # NaN and Inf come through
     finite = jnp.isfinite(peak) if skip_nonfinite else jnp.ones_like(peak, bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
-    momentum, rms = accumulate(config, grad, moments.momentum, moments.rms, finite)
-    square = jnp.square(clip_gradient(grad)) + FACTORED_FLOOR
-    row, col = (jnp.mean(square, a, keepdims=True) for a in (axes.rows, axes.cols))
+    grad = clip_gradient(grad)
+    square = jnp.square(grad)
+    row, col = (jnp.mean(square + FACTORED_FLOOR, a, keepdims=True) for a in (axes.rows, axes.cols))
     rates = jnp.asarray(config.factored_decays, jnp.float32).reshape(-1, *[1] * grad.ndim)
     new = Moments(
-        momentum,
-        rms,
+        tuple(
+            _decay(b, m, grad, finite)
+            for b, m in zip(config.momentum_decays, moments.momentum, strict=True)
+        ),
+        _decay(config.rms_decay, moments.rms, square, finite),
         _decay(rates, moments.rows, row[None], finite[None]),
         _decay(rates, moments.cols, col[None], finite[None]),
         moments.running_rms,
         _count(moments.moves, moving),
         _count(moments.skipped, ~finite),
     )
-    return new, finite, moving
-
-
-def accumulate(
-    config: RuleConfig, grad: Array, momentum: tuple[Array, ...], rms: Array, finite: Array
-) -> tuple[tuple[Array, ...], Array]:
-    """The momenta and the elementwise second moment after one more gradient."""
-    grad = clip_gradient(grad)
-    rates = config.momentum_decays
-    return (
-        tuple(_decay(b, m, grad, finite) for b, m in zip(rates, momentum, strict=True)),
-        _decay(config.rms_decay, rms, jnp.square(grad), finite),
-    )
+    return new, moving
 
 
 def clip_gradient(grad: Array) -> Array:

@@ -11,16 +11,14 @@ from jax import Array
 
 from celo2.jax.grouping import for_each_shape, roles_of
 from celo2.jax.moments import (
-    Axes,
     Moments,
-    axes_of,
     clip_gradient,
     init_moments,
     update_moments,
 )
 from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
 from celo2.jax.update import tensor_update
-from celo2.layout import MatrixView
+from celo2.layout import Axes, MatrixView, axes_of
 from celo2.routing import Overrides
 from celo2.rule import Rule
 from celo2.weights import as_rule
@@ -108,7 +106,7 @@ def scale_by_celo2(
     def remember(axes: Axes, grad: Array, old: Moments) -> tuple[Moments, Array]:
         if grad.size == 0:
             return old, old.moves > 0
-        new, _, moving = update_moments(
+        new, moving = update_moments(
             config, axes, grad, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
         )
         dtype = old.momentum[0].dtype

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from celo2.jax.features import Features, Plane, build_features, split_first_layer
-from celo2.jax.moments import MATRIX, Axes, Moments, reduce_in_turn
+from celo2.jax.moments import Moments, reduce_in_turn
+from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 
 Weights = Mapping[str, Array]

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from celo2.layout import MATRIX
+
 BLOCK = 2**16  # elements
-MATRIX = (-2, -1)
 Block = tuple[slice, ...]
 Fuse = Callable[[Callable], Callable]
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from celo2.layout import Axes
 from celo2.rule import RuleConfig, feature_rows
 from celo2.torch.blocks import Block, Extent, part
-from celo2.torch.moments import Axes, Moments, clean_gradient
+from celo2.torch.moments import Moments, clean_gradient
 
 CLIP = 0.1
 RMS_EPSILON = 1e-8

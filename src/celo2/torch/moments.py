@@ -9,22 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.layout import MatrixView, factored_axes
+from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
-from celo2.torch.blocks import MATRIX, Extent, Fuse, as_it_is, blocks, part
+from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
 
 GRADIENT_LIMIT = 1000.0
 FACTORED_FLOOR = 1e-30  # keeps a factored moment positive where squares underflow
 LAST_COUNT = 2**31 - 1
-
-
-class Axes(NamedTuple):
-    """The axes of a viewed tensor that the rule treats specially, counted from the end."""
-
-    matrix: bool  # False for scalars and vectors, whose second moments are not factored
-    rows: tuple[int, ...]  # what row moments are averaged over: the largest axis
-    cols: tuple[int, ...]  # what column moments are averaged over: the second largest axis
-    fate: tuple[int, ...]  # what holds still or is skipped together
 
 
 class Moments(NamedTuple):
@@ -37,14 +28,6 @@ class Moments(NamedTuple):
     running_rms: Tensor  # mean RMS of the updates so far, for the rolling norms
     moves: Tensor  # steps in which the slice moved: 0 until its first non-zero gradient
     skipped: Tensor  # steps left out because the gradient was not finite
-
-
-def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
-    """The axes of a tensor with this view and this viewed shape."""
-    if view.is_vector:
-        return Axes(False, (), MATRIX, MATRIX)
-    d1, d0 = factored_axes(shape, view.published)
-    return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
 
 
 def small_shapes(config: RuleConfig, axes: Axes, shape: tuple[int, ...]) -> dict[str, tuple]:

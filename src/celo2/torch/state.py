@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
-from celo2.torch.moments import MATRIX, Axes, Moments, small_shapes
+from celo2.torch.moments import Moments, small_shapes
 from celo2.torch.tensors import Frame, local, to_view
 
 COUNTS = ("moves", "skipped")

@@ -10,7 +10,7 @@ from torch import Tensor
 from celo2.rule import RuleConfig
 from celo2.torch.blocks import BLOCK, Extent, as_it_is
 from celo2.torch.moments import Moments, update_moments
-from celo2.torch.state import view_moments
+from celo2.torch.state import momentum_names, view_moments
 from celo2.torch.tensors import Frame, from_view, local, to_view
 from celo2.torch.update import Weights, tensor_update
 
@@ -148,10 +148,10 @@ def _shares_memory(moments: Moments, state: dict[str, Tensor]) -> bool:
 def _store(config: RuleConfig, job: Job, moments: Moments) -> None:
     """Writes moments that were worked on in a copy back to the state."""
     stored = view_moments(config, job.frame, job.state)
-    for name, new in zip((f"momentum_{i}" for i in range(99)), moments.momentum, strict=False):
-        local(job.state[name]).copy_(from_view(new, job.frame.view, local(job.state[name]).shape))
-    rms = local(job.state["rms"])
-    rms.copy_(from_view(moments.rms, job.frame.view, rms.shape))
+    large = (*momentum_names(config), "rms")
+    for name, new in zip(large, (*moments.momentum, moments.rms), strict=True):
+        old = local(job.state[name])
+        old.copy_(from_view(new, job.frame.view, old.shape))
     for old, new in zip(stored[2:], moments[2:], strict=True):
         old.copy_(new)
 

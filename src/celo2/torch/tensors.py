@@ -5,9 +5,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from celo2.layout import MatrixView
+from celo2.layout import Axes, MatrixView, axes_of
 from celo2.torch.blocks import Extent, Shards, Split
-from celo2.torch.moments import Axes, axes_of
 
 
 class Frame(NamedTuple):
@@ -72,7 +71,7 @@ def _shards_of(param: Any, view: MatrixView) -> Shards | None:
             splits.append(Split(None))
             continue
         if not hasattr(placement, "dim"):
-            raise NotImplementedError(
+            raise ValueError(
                 f"celo2 works on DTensors placed as Shard or Replicate, not {placement}."
             )
         splits.append(
@@ -81,7 +80,7 @@ def _shards_of(param: Any, view: MatrixView) -> Shards | None:
         parts[placement.dim] *= processes
     for folded in (view.rows, view.columns):
         if len(folded) > 1 and param.shape[folded[0]] % parts[folded[0]]:
-            raise NotImplementedError(
+            raise ValueError(
                 f"celo2 cannot fold axes {folded} of a tensor of shape {tuple(param.shape)} whose "
                 f"axis {folded[0]} is split unevenly over {parts[folded[0]]} processes; shard it "
                 "along another axis, or pad it."
@@ -96,7 +95,7 @@ def _viewed_axis(axis: int, view: MatrixView) -> int:
     for folded, place in ((view.rows, -2), (view.columns, -1)):
         if folded and folded[0] == axis:
             return place
-    raise NotImplementedError(
+    raise ValueError(
         f"celo2 cannot follow a tensor sharded along axis {axis}, which is folded behind another "
         f"one in its matrix view {view}; shard it along axis 0."
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
 from celo2.torch.features import (
@@ -15,7 +16,7 @@ from celo2.torch.features import (
     factored_scales,
     split_first_layer,
 )
-from celo2.torch.moments import MATRIX, Axes, Moments
+from celo2.torch.moments import Moments
 
 Weights = Mapping[str, Tensor]
 
