@@ -89,6 +89,36 @@ def test_wrong_recipe_is_named(changes, message):
         parse(base | changes, "wrong")
 
 
+def test_further_rule_is_tuned_as_celo2_is(tmp_path):
+    path = tmp_path / "one.toml"
+    path.write_text("[tasks.digits-mlp]\n[optimizers.celo2]\nlearning_rates = [1e-3, 2e-3]\n")
+    recipe = read_recipe(path, {"mine": "celo2-base"})
+    assert [(c.label, c.optimizer, c.learning_rate) for c in recipe.runs] == [
+        ("celo2", "celo2", 1e-3),
+        ("celo2", "celo2", 2e-3),
+        ("mine", "celo2-base", 1e-3),
+        ("mine", "celo2-base", 2e-3),
+    ]
+    with pytest.raises(ValueError, match="an optimizer 'celo2' already"):
+        read_recipe(path, {"celo2": "x.safetensors"})
+
+
+def test_further_rule_needs_rates_of_celo2(recipe_file):
+    with pytest.raises(ValueError, match="tuned as celo2 is, which the recipe has not"):
+        read_recipe(recipe_file, {"mine": "celo2-base"})
+
+
+def test_only_some_optimizers_of_a_recipe_run(recipe_file, tmp_path, capsys):
+    command = ["sweep", str(recipe_file), "--out", str(tmp_path / "runs"), "--only", "plain"]
+    assert cli.main(command) == 0
+    assert "adamw" not in capsys.readouterr().out
+    assert all("_plain_" in path.name for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert cli.main([*command[:-1], "plian"]) != 0
+    assert "'plian' is not one of adamw, plain" in capsys.readouterr().err
+    assert cli.main(["sweep", str(recipe_file), "--also", "rule.safetensors"]) != 0
+    assert "is not LABEL=RULE" in capsys.readouterr().err
+
+
 def test_best_is_the_lowest_mean_over_seeds_and_never_a_diverged_run():
     outcomes = [
         scored(small(seed=0), 1.0),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -26,6 +27,8 @@ def sweep(
     data: str | None = None,
     jobs: int = 1,
     devices: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
     dry_run: bool = False,
     first: int = 0,
 ) -> int:
@@ -40,11 +43,13 @@ def sweep(
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
         jobs: processes that share the runs, and the cores.
         devices: numbers of accelerators, each given to one of as many processes.
+        also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2.
+        only: labels of the optimizers to run now, and to list; all by default.
         dry_run: only show what the runs would be; needs no data.
         first: the run to begin with.
     """
     sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
-    plan = read_recipe(recipe)
+    plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
     for warning in plan.warnings():
         say(f"warning: {warning}")
     if dry_run:
@@ -56,7 +61,10 @@ def sweep(
     folder = Path(out) if out else Path("runs") / plan.name
     with stop_on_signal(say) as asked:
         if jobs > 1 or devices:
-            failed = _share(recipe, folder, data, devices or ("",) * jobs, len(plan.runs), asked)
+            same = [recipe, "--out", str(folder), *(["--data", data] if data else [])]
+            same += ["--also", *also] if also else []
+            same += ["--only", *only] if only else []
+            failed = _share(same, devices or ("",) * jobs, len(plan.runs), asked)
         else:
             failed = _make(plan, folder, data, first % len(plan.runs), asked)
     print(best_table(plan, folder))
@@ -74,12 +82,31 @@ def _make(plan: Recipe, folder: Path, data: str | None, first: int, asked: Asked
     return failed
 
 
-def _share(
-    recipe: str, folder: Path, data: str | None, devices: tuple[str, ...], runs: int, asked: Asked
-) -> bool:
+def split_label(text: str) -> tuple[str, str]:
+    """A label and a rule.
+
+    >>> split_label("mine=runs/mine/rule.safetensors")
+    ('mine', 'runs/mine/rule.safetensors')
+    """
+    label, sign, rule = text.partition("=")
+    if not (label and sign and rule):
+        raise ValueError(f"--also {text!r} is not LABEL=RULE, as in mine=rule.safetensors.")
+    return label, rule
+
+
+def choose(plan: Recipe, labels: tuple[str, ...]) -> Recipe:
+    """The recipe's runs of these optimizers; of all if there are none."""
+    known = list(dict.fromkeys(str(config.label) for config in plan.runs))
+    for label in labels:
+        if label not in known:
+            raise ValueError(f"--only {label!r} is not one of {', '.join(known)}.")
+    chosen = labels or known
+    return replace(plan, runs=tuple(c for c in plan.runs if c.label in chosen))
+
+
+def _share(options: list[str], devices: tuple[str, ...], runs: int, asked: Asked) -> bool:
     """Makes the runs in as many processes as there are devices; True if one ended badly."""
-    command = [sys.executable, "-m", "celo2.cli", "sweep", recipe, "--out", str(folder)]
-    command += ["--data", data] if data else []
+    command = [sys.executable, "-m", "celo2.cli", "sweep", *options]
     # Sessions of their own: Ctrl-C comes to us, and we pass it on once.
     workers = [
         subprocess.Popen(

@@ -38,6 +38,7 @@ from celo2.evaluate.config import RunConfig, from_fields, resolve
 
 TEXTS = ("command", "cost", "expect")
 KEYS = (*TEXTS, "seeds", "final_seeds", "run", "tasks", "optimizers")
+MODEL = "celo2"  # whose learning rates further rules are given
 OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", "tasks")
 
 
@@ -72,10 +73,14 @@ class Recipe:
         ]
 
 
-def read_recipe(path: str | Path) -> Recipe:
-    """The recipe in a TOML file; a ValueError names what is wrong in it."""
+def read_recipe(path: str | Path, also: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe in a TOML file; a ValueError names what is wrong in it.
+
+    `also` maps labels of further rows to their rules: each is tuned as the recipe tunes celo2.
+    """
     try:
-        return parse(tomllib.loads(Path(path).read_text("utf-8")), Path(path).stem)
+        content = tomllib.loads(Path(path).read_text("utf-8"))
+        return parse(_with_rules(content, also or {}), Path(path).stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -109,6 +114,18 @@ def parse(content: Mapping[str, Any], name: str) -> Recipe:
                 raise ValueError(f"{where}: {error}") from error
     texts = {key: str(content[key]).strip() for key in TEXTS if key in content}
     return Recipe(name, tuple(dict.fromkeys(runs)), _seeds(content, "final_seeds"), texts)
+
+
+def _with_rules(content: Mapping[str, Any], rules: Mapping[str, str]) -> Mapping[str, Any]:
+    """The content with a further optimizer for each rule, tuned as celo2 is."""
+    optimizers = content.get("optimizers", {})
+    for label in rules:
+        if label in optimizers:
+            raise ValueError(f"there is an optimizer {label!r} already: choose another label.")
+        if MODEL not in optimizers:
+            raise ValueError(f"{label!r} would be tuned as {MODEL} is, which the recipe has not.")
+    further = {label: optimizers[MODEL] | {"optimizer": rule} for label, rule in rules.items()}
+    return {**content, "optimizers": {**optimizers, **further}}
 
 
 def _seeds(content: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Split = Literal["train", "valid"]
+from celo2.tasks.stream import Split
 
 
 class Task(NamedTuple):
@@ -21,7 +21,7 @@ class Task(NamedTuple):
     init: Callable[[jax.Array], Any]  # key -> params
     sample: Callable[[Any, jax.Array, Split], Any]  # data, key, split -> batch
     loss: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]  # params, batch -> …
-    data: Any = None
+    data: Any = None  # arrays, or a Stream
 
 
 class Trainer(NamedTuple):
