@@ -146,7 +146,9 @@ COMMANDS = {
     "run": Command("train a task with an optimizer", _later("run", "run")),
     "sweep": Command("compare optimizers: the runs of a recipe", _later("sweep", "sweep")),
     "report": Command("make one HTML page of a sweep", _later("report", "report")),
-    "data": Command("download the image sets: celo2 data fetch", _later("data", "data_command")),
+    "data": Command(
+        "fetch image sets, make token folders", _later("data", "main"), reads_arguments=True
+    ),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),

@@ -215,6 +215,28 @@ def test_command_shows_the_table_and_skips_what_is_done(recipe_file, tmp_path, c
     assert captured.err.count("(before)") == 7 and captured.out.splitlines()[1] == adamw
 
 
+def test_packed_sweep_reports_the_same_and_its_runs_are_not_made_again(
+    recipe_file, tmp_path, capsys
+):
+    first, second, packed = tmp_path / "first", tmp_path / "second", tmp_path / "all.jsonl"
+    assert cli.main(["sweep", str(recipe_file), "--out", str(first)]) == 0
+    assert cli.main(["report", str(first), "--pack", str(packed)]) == 0
+    assert cli.main(["report", str(packed)]) == 0
+    assert (first / "report.html").read_text() == (tmp_path / "all.html").read_text()
+    capsys.readouterr()
+    command = ["sweep", str(recipe_file), "--out", str(second), "--known", str(packed)]
+    assert cli.main(command) == 0
+    told = capsys.readouterr().err
+    assert "7 runs taken from" in told
+    assert all("(before)" in line for line in told.splitlines() if " of 7 " in line)
+
+
+def test_file_that_is_no_packed_sweep_is_refused(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"kind": "start"}\n')
+    assert cli.main(["report", str(tmp_path / "rows.jsonl")]) != 0
+    assert "is not a packed sweep" in capsys.readouterr().err
+
+
 def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path, capsys):
     pytest.importorskip("tyro")
     out = tmp_path / "out"
@@ -223,12 +245,3 @@ def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path,
     assert "celo2 sweep this" in text and "little" in text
     assert "2,410 in 4 tensors" in text and "digits-mlp with plain" in text
     assert not out.exists()
-
-
-@pytest.mark.parametrize("name", ["quick", "lm-1m-wikipedia"])
-def test_shipped_recipe_is_fair_and_says_what_it_costs(name):
-    from conftest import REPOSITORY
-
-    recipe = read_recipe(REPOSITORY / "recipes" / f"{name}.toml")
-    assert recipe.warnings() == [] and set(recipe.texts) == {"command", "cost", "expect"}
-    assert f"recipes/{name}.toml" in recipe.texts["command"]

@@ -1,53 +1,21 @@
-import os
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
 from tiny_runs import FLAGS, of_kind, run, shared_programs, tiny
 
 from celo2.runs import records
 from celo2.runs.checkpoint import read
+from processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
-def run_processes(out, count, *options) -> None:
-    """The command in `count` processes of two devices each."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "celo2.cli", "meta-train", *FLAGS, "--out", str(out)]
-    command += ["--devices", "2", "--coordinator", f"localhost:{free_port()}", *options]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*command, "--process-count", str(count), "--process-id", str(number)],
-                    env=environment,
-                    stderr=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    text=True,
-                )
-            )
-            for number in range(count)
-        ]
-        for process in processes:
-            stack.callback(process.kill)  # SIGTERM would be caught, and saved first
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-        codes = [process.returncode for process in processes]
-    assert codes == [0] * count, "\n".join(errors)
+def run_meta(out, count, *options) -> None:
+    run_processes(count, ["meta-train", *FLAGS, "--out", str(out), *options])
 
 
 def test_two_processes_find_the_gradient_of_one_device(tmp_path):
-    run_processes(tmp_path / "two", 2, "--iterations", "2", "--checkpoint-every", "1")
+    run_meta(tmp_path / "two", 2, "--iterations", "2", "--checkpoint-every", "1")
     run(tmp_path / "one", tiny(iterations=2), checkpoint_every=1)
     two, one = (read(tmp_path / name / "checkpoints", 1) for name in ("two", "one"))
     for name in ("w0", "b0", "w1", "b1"):
@@ -65,9 +33,9 @@ def test_two_processes_find_the_gradient_of_one_device(tmp_path):
 
 @pytest.mark.slow
 def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes(tmp_path):
-    run_processes(tmp_path / "whole", 2, "--iterations", "8")
-    run_processes(tmp_path / "cut", 2, "--iterations", "4")
-    run_processes(tmp_path / "cut", 2, "--iterations", "8", "--resume")
+    run_meta(tmp_path / "whole", 2, "--iterations", "8")
+    run_meta(tmp_path / "cut", 2, "--iterations", "4")
+    run_meta(tmp_path / "cut", 2, "--iterations", "8", "--resume")
     whole, cut = (read(tmp_path / name / "checkpoints", 8) for name in ("whole", "cut"))
     assert whole.meta["digest"] == cut.meta["digest"]
     rows = run(tmp_path / "cut", tiny(iterations=10), resume=True)
@@ -78,4 +46,4 @@ def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes
 def test_refusal_ends_all_processes(tmp_path):
     run(tmp_path, tiny(iterations=1))
     with pytest.raises(AssertionError, match="holds a run|Process 0 could not start"):
-        run_processes(tmp_path, 2, "--iterations", "1")
+        run_meta(tmp_path, 2, "--iterations", "1")

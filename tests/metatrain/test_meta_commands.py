@@ -228,7 +228,7 @@ def test_data_fetch_offline_is_one_line(monkeypatch, capsys):
 
 
 def test_refused_run_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(meta_train, "start_devices", lambda options: None)
+    monkeypatch.setattr(meta_train, "start_devices", lambda launch, default: None)
     RunFolder(tmp_path).write_config({"config": to_fields(TINY)})
     assert cli.main(["meta-train", *FLAGS, "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err

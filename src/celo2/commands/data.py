@@ -1,36 +1,112 @@
-"""`celo2 data fetch`: the image sets, downloaded."""
+"""`celo2 data`: fetch image sets, make token folders, check them."""
 
 import sys
-from typing import Literal
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
+import tyro
+
+from celo2.tasks.documents import SUBSET
 from celo2.tasks.fetch import FetchError, Progress, fetch
 from celo2.tasks.images import NAMES
+from celo2.tasks.tokenize import SHARD, VALID_EVERY, make_tokens
+from celo2.tasks.tokenize import Progress as TokenProgress
+from celo2.tasks.tokens import SPLITS, TokenFolder, read_folder, verify
+
+Sources = Annotated[tuple[str, ...], tyro.conf.arg(name="from")]  # `from` is a word of Python's
+QUIET = 60  # seconds between lines of progress where there is no terminal
 
 
-def data_command(
-    action: Literal["fetch"],
+def main(arguments: Sequence[str]) -> int:
+    """Runs one of COMMANDS."""
+    positional = (tyro.conf.PositionalRequiredArgs,)
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="celo2 data", args=arguments, config=positional
+        )
+    except FetchError as error:
+        print(f"celo2: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def fetch_images(
     names: tuple[str, ...] = NAMES,
     data: str | None = None,
     full: bool = False,
     force: bool = False,
-) -> int:
+) -> None:
     """Download image sets from the Hugging Face hub and shrink them to 8×8.
 
     Args:
-        action: fetch is all there is.
         names: which of mnist, fashion_mnist, cifar10, svhn.
         data: where to; by default CELO2_DATA, else the cache folder, where they are looked for.
         full: keep the images at full size too.
         force: download again what is there already.
     """
-    try:
-        digests = fetch(data, names, full=full, force=force, report=show)
-    except FetchError as error:
-        print(f"celo2: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    for name, digest in digests.items():
+    for name, digest in fetch(data, names, full=full, force=force, report=show).items():
         print(f"{name:<24} sha256 {digest}")
-    return 0
+
+
+def tokens(
+    out: str,
+    from_: Sources = (),
+    tokenizer: str = "gpt2",
+    tokens: float | None = None,
+    subset: str = SUBSET,
+    field: str = "text",
+    end_of_text: str | None = None,
+    valid_every: int = VALID_EVERY,
+    shard: float = SHARD,
+    force: bool = False,
+) -> None:
+    """Make a token folder, for the option --text of a language model.
+
+    Args:
+        out: the folder to make.
+        from_: text files or files of JSON lines (.jsonl), either as .xz or .gz too; or fineweb or
+            fineweb-edu, streamed from the Hugging Face hub.
+        tokenizer: bytes, the path of a tokenizer.json, or a name on the hub.
+        tokens: stop after so many, such as 600e6; by default at the end of the text.
+        subset: of FineWeb.
+        field: the field of a JSON line that holds its text.
+        end_of_text: the token that ends a document, if it is none of the usual names.
+        valid_every: one document in so many is for validation. A text file counts as one for every
+            16,384 characters.
+        shard: tokens of a file, at most.
+        force: replace a token folder that is there already.
+    """
+    folder = make_tokens(
+        out,
+        from_,
+        tokenizer=tokenizer,
+        end_of_text=end_of_text,
+        subset=subset,
+        field=field,
+        limit=None if tokens is None else int(tokens),
+        valid_every=valid_every,
+        shard=int(shard),
+        force=force,
+        report=token_line(),
+    )
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the line of progress is complete
+    print(summary(folder))
+
+
+def check(folder: str) -> None:
+    """Read a token folder and compare its files with the checksums they were written with.
+
+    Args:
+        folder: one that `celo2 data tokens` made.
+    """
+    found = read_folder(folder)
+    verify(found)
+    print(summary(found))
+
+
+COMMANDS = {"fetch": fetch_images, "tokens": tokens, "check": check}
 
 
 def show(progress: Progress) -> None:
@@ -43,3 +119,41 @@ def show(progress: Progress) -> None:
         return
     start = "\r\x1b[K" if terminal else ""
     print(f"{start}{progress.name:<14} {progress.state}", file=sys.stderr)
+
+
+def token_line() -> Callable[[TokenProgress], None]:
+    """What shows the progress of a token folder, in a line that is rewritten."""
+    start = shown = time.monotonic()
+
+    def report(progress: TokenProgress) -> None:
+        nonlocal shown
+        terminal, now = sys.stderr.isatty(), time.monotonic()
+        done = progress.limit is not None and progress.tokens >= progress.limit
+        if now - shown < (0.2 if terminal else QUIET) and not done:
+            return
+        shown = now
+        total = f" of {progress.limit:,}" if progress.limit else ""
+        speed = progress.tokens / max(now - start, 1e-9)
+        line = (
+            f"{progress.tokens:,}{total} tokens, {progress.documents:,} documents, {speed:,.0f}/s"
+        )
+        print(
+            f"\r{line}\x1b[K" if terminal else line,
+            end="" if terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return report
+
+
+def summary(folder: TokenFolder) -> str:
+    """A token folder in lines."""
+    counts = ", ".join(f"{getattr(folder, split).count:,} for {split}" for split in SPLITS)
+    return "\n".join(
+        (
+            f"{folder.path}: {counts}",
+            f"{folder.tokenizer}, vocabulary {folder.vocab:,}, from {folder.source}",
+            f"sha256 {folder.checksum()}",
+        )
+    )

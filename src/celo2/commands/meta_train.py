@@ -13,6 +13,7 @@ import jax
 import tyro
 
 from celo2.commands import trackers
+from celo2.commands.launch import Launch, ending_together, start_devices
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, metatrain
 from celo2.metatrain.config import from_fields, read_toml
@@ -43,19 +44,14 @@ class Options:
         init_from: the rule a new run starts from: a file, a shipped name or an hf:// address.
         checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
         data: folder of the image sets; by default CELO2_DATA, else the cache folder.
-        devices: CPU devices of this process to spread the problems over; by default one for each
-            core, or 1 if there are several processes.
+        launch: processes and devices; by default a CPU device for each core that can share the
+            problems, or 1 if there are several processes.
         try_every: iterations between tries on held-out problems; 0 never tries.
         try_size: how long those tries are.
         patience: iterations in a row that may go wrong before a run is given up.
         max_weight_norm: norm of the rule's weights above which a run is given up.
         tensorboard: write to RUN_DIR/tensorboard too.
         wandb: send to Weights & Biases too.
-        distributed: be one of several processes; their address, number and count are found in the
-            environment (SLURM, MPI, TPU pods) unless given below.
-        coordinator: host:port of process 0.
-        process_id: number of this process.
-        process_count: of all processes.
     """
 
     out: str
@@ -67,17 +63,13 @@ class Options:
     init_from: str | None = None
     checkpoint_every: int | None = None
     data: str | None = None
-    devices: int | None = None
     try_every: int = 2000
     try_size: Literal["quick", "full"] = "full"
     patience: int = 100
     max_weight_norm: float = 1e3
     tensorboard: bool = False
     wandb: bool = False
-    distributed: bool = False
-    coordinator: str | None = None
-    process_id: int | None = None
-    process_count: int | None = None
+    launch: Annotated[Launch, Flat] = Launch()
 
 
 def main(arguments: list[str]) -> int:
@@ -85,9 +77,10 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     sys.path.insert(0, os.getcwd())  # where --task looks, as python -m does
     set_up_logging()
-    start_devices(options)
+    start_devices(options.launch, default_devices(options))
     primary = jax.process_index() == 0
-    with stop_on_signal(_say if primary else lambda text: None) as asked:
+    quiet = _say if primary else lambda text: None
+    with stop_on_signal(quiet) as asked, ending_together():
         rows = _train(options, asked)
         try:
             *_, end = _show(rows, options.meta.iterations) if primary else rows
@@ -125,18 +118,11 @@ def set_up_logging() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
-def start_devices(options: Options) -> None:
-    """Joins the other processes, and makes as many CPU devices as cores can share the problems."""
-    several = options.distributed or options.coordinator is not None
-    devices = options.devices
-    if devices is None and several:
-        devices = 1
-    elif devices is None:
-        devices = largest_divisor(count_problems(options.meta, options.data), cores())
-    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", devices)
-    if several:
-        jax.distributed.initialize(options.coordinator, options.process_count, options.process_id)
+def default_devices(options: Options) -> int:
+    """As many CPU devices as cores can share the problems."""
+    if options.launch.several:
+        return 1
+    return largest_divisor(count_problems(options.meta, options.data), cores())
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -2,14 +2,21 @@
 
 from pathlib import Path
 
+from celo2.evaluate.packed import pack as write_packed
 from celo2.evaluate.report import write_report
 
 
-def report(sweep: str, out: str | None = None) -> None:
+def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
     """Make one HTML page of a sweep, which needs no other file: tables, figures, what to doubt.
 
     Args:
-        sweep: the folder of the runs; only its records are read.
-        out: the file to write; by default report.html in the sweep's folder.
+        sweep: the folder of the runs, or one packed file; only records are read.
+        out: the file to write; by default report.html in the sweep's folder, or beside the file.
+        pack: write the records of the folder to this one file as well.
     """
-    print(write_report(sweep, Path(sweep) / "report.html" if out is None else out))
+    if pack is not None:
+        count = write_packed(sweep, pack)
+        print(f"{pack}: {count} runs")
+    home = Path(sweep)
+    default = home / "report.html" if home.is_dir() else home.with_suffix(".html")
+    print(write_report(sweep, default if out is None else out))

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from celo2.commands.launch import ALONE, Launch, ending_together, start_mesh
 from celo2.commands.meta_train import DIVERGED, set_up_logging
 from celo2.commands.signals import stop_on_signal
 from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
 from celo2.evaluate.config import resolve
 from celo2.evaluate.results import name_of
+from celo2.runs.processes import is_primary
 
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
 
@@ -26,6 +28,8 @@ def run(
     dry_run: bool = False,
     checkpoint_every: int | None = None,
     keep: bool = False,
+    mesh: str | None = None,
+    launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
     """Train a task with an optimizer and record how it goes.
 
@@ -40,6 +44,9 @@ def run(
         dry_run: only show what the run would be; needs no data.
         checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
         keep: leave the last checkpoint of a finished run where it is.
+        mesh: how many devices share the batch and the parameters, and how many each layer, such as
+            data=4,model=2; by default one device, or all on data if there are several processes.
+        launch: processes and devices; by default as many CPU devices as the mesh needs.
     """
     sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
     config = resolve(config)
@@ -47,22 +54,25 @@ def run(
         print(as_table(describe(config)))
         return 0
     set_up_logging()
+    devices = start_mesh(mesh, launch)
     folder = Path(out) if out else Path("runs") / name_of(config)
-    with stop_on_signal(say) as asked:
+    with stop_on_signal(say) as asked, ending_together():
         rows = train(
             config,
             folder,
             data=data,
+            mesh=devices,
             resume=resume,
             checkpoint_every=checkpoint_every,
             keep=keep,
             stop=asked,
         )
-        *_, last = show(rows, config)
+        *_, last = show(rows, config) if is_primary() else rows
     if last["kind"] != "end":
         say(f"stopped; continue with --resume --out {folder}")
         return asked.status
-    say(f"{summary(last)}; records in {folder}")
+    if is_primary():
+        say(f"{summary(last)}; records in {folder}")
     return DIVERGED if last["diverged"] else 0
 
 

@@ -4,18 +4,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 
+from celo2.commands.launch import ALONE, Launch, ending_together, start_mesh
 from celo2.commands.meta_train import set_up_logging
-from celo2.commands.run import as_table, say
+from celo2.commands.run import Flat, as_table, say
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.evaluate import Recipe, describe, read_recipe, summarize
 from celo2.evaluate import sweep as run_sweep
+from celo2.evaluate.packed import unpack
 from celo2.evaluate.results import Outcome
 from celo2.runs.machine import cores
+from celo2.runs.processes import is_primary
 
 POLL_SECONDS = 0.5
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
@@ -26,11 +30,14 @@ def sweep(
     out: str | None = None,
     data: str | None = None,
     jobs: int = 1,
-    devices: tuple[str, ...] = (),
+    accelerators: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
+    known: str | None = None,
     dry_run: bool = False,
     first: int = 0,
+    mesh: str | None = None,
+    launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
     """Make the runs of a recipe: finished ones are skipped, broken ones resumed.
 
@@ -42,11 +49,14 @@ def sweep(
         out: the folder of the runs; by default runs/ and the recipe's name.
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
         jobs: processes that share the runs, and the cores.
-        devices: numbers of accelerators, each given to one of as many processes.
+        accelerators: their numbers, each given to one of as many processes.
         also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2.
         only: labels of the optimizers to run now, and to list; all by default.
+        known: a packed file (`celo2 report --pack`) whose runs need not be made again.
         dry_run: only show what the runs would be; needs no data.
         first: the run to begin with.
+        mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
+        launch: processes and devices of that mesh.
     """
     sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
     plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
@@ -57,28 +67,41 @@ def sweep(
         return 0
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
+    if mesh is not None and (jobs > 1 or accelerators):
+        raise ValueError("--mesh puts every run on all devices: leave --jobs and --accelerators out.")
     set_up_logging()
     folder = Path(out) if out else Path("runs") / plan.name
-    with stop_on_signal(say) as asked:
-        if jobs > 1 or devices:
+    if known is not None:
+        say(f"{unpack(known, folder)} runs taken from {known}")
+    with stop_on_signal(say) as asked, ending_together():
+        if jobs > 1 or accelerators:
             same = [recipe, "--out", str(folder), *(["--data", data] if data else [])]
             same += ["--also", *also] if also else []
             same += ["--only", *only] if only else []
-            failed = _share(same, devices or ("",) * jobs, len(plan.runs), asked)
+            failed = _share(same, accelerators or ("",) * jobs, len(plan.runs), asked)
         else:
-            failed = _make(plan, folder, data, first % len(plan.runs), asked)
-    print(best_table(plan, folder))
+            devices_of_run = start_mesh(mesh, launch)
+            outcomes = run_sweep(
+                plan,
+                folder,
+                data=data,
+                mesh=devices_of_run,
+                first=first % len(plan.runs),
+                stop=asked,
+            )
+            failed = _show(outcomes, _count(plan))
+    if is_primary():
+        print(best_table(plan, folder))
     return asked.status or int(failed)
 
 
-def _make(plan: Recipe, folder: Path, data: str | None, first: int, asked: Asked) -> bool:
-    """Makes the runs in this process; True if one failed."""
+def _show(outcomes: Iterable[Outcome], total: int) -> bool:
+    """A line for each run as it ends; True if one failed."""
     failed = False
-    for count, outcome in enumerate(
-        run_sweep(plan, folder, data=data, first=first, stop=asked), start=1
-    ):
+    for count, outcome in enumerate(outcomes, start=1):
         failed |= outcome.state == "failed"
-        say(f"{count} of {_count(plan)} {line(outcome)}")
+        if is_primary():
+            say(f"{count} of {total} {line(outcome)}")
     return failed
 
 

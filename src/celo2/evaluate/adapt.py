@@ -32,7 +32,9 @@ def accumulated(task: Task, parts: int) -> Task:
     """
 
     def split(batch):
-        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+        # Every parts-th example, not runs of them: examples stay on the devices they are on.
+        cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
 
     def mean_over(function, batch):
         """The mean of `function` over the parts, added up in the order of the parts."""

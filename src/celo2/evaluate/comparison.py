@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from celo2.evaluate.config import RunConfig, from_fields, resolve
+from celo2.evaluate.packed import is_packed, read_packed
 from celo2.evaluate.results import Best, Outcome, find_best, setting_cost
 from celo2.runs import records
 from celo2.runs.records import Row
@@ -63,22 +64,25 @@ class Costs(NamedTuple):
 
 
 def is_sweep(folder: str | PathLike) -> bool:
-    """Whether a sweep was started in the folder."""
-    return (Path(folder) / "sweep.json").is_file()
+    """Whether a sweep was started in the folder, or is packed in the file."""
+    return (Path(folder) / "sweep.json").is_file() or is_packed(folder)
 
 
 def read_sweep(folder: str | PathLike) -> Sweep:
-    """What a sweep's folder holds; no rule or data is needed, so another machine can read it."""
+    """What a sweep's folder or packed file holds.
+
+    No rule or data is needed, so another machine can read it.
+    """
     folder = Path(folder)
     if not is_sweep(folder):
         raise FileNotFoundError(f"{folder} has no sweep.json: give the --out of `celo2 sweep`.")
+    index, packed = read_packed(folder) if is_packed(folder) else (_read_index(folder), {})
     try:
-        index = json.loads((folder / "sweep.json").read_text("utf-8"))
         stages = [_configs(index[stage]) for stage in ("tuning", "final")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / 'sweep.json'} lists no runs: {error!r}.") from error
+        raise ValueError(f"the index of {folder} lists no runs: {error!r}.") from error
     names = dict.fromkeys(name for stage in stages for name in stage)
-    rows = {name: records.read(folder / name / "records.jsonl") for name in names}
+    rows = packed or {name: records.read(folder / name / "records.jsonl") for name in names}
     if not any(row.get("kind") == "end" for run in rows.values() for row in run):
         raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
     tuning, final = ([_outcome(n, c, rows[n]) for n, c in stage.items()] for stage in stages)
@@ -202,6 +206,13 @@ def costs_of(entry: Entry) -> Costs:
         return median(found) if found else None
 
     return Costs(*map(middle, Costs._fields))
+
+
+def _read_index(folder: Path) -> Row:
+    try:
+        return json.loads((folder / "sweep.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'sweep.json'} lists no runs: {error!r}.") from error
 
 
 def _configs(stage: Row) -> dict[str, RunConfig]:

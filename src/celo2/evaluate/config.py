@@ -14,6 +14,8 @@ from celo2.tasks import find
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]
+# Fields that older names know nothing of: at these values they name the same run.
+LATER = {"remat": False}
 EVALUATIONS = 10  # in a run, unless evaluate_every says otherwise
 
 
@@ -38,11 +40,14 @@ class RunConfig:
             `learning_rate`; by default 20 for rules and 1 for Muon.
         b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
         precision: of the model's arithmetic; parameters and optimizer stay float32.
+        remat: compute activations again in the backward pass rather than keep them all; for
+            transformers.
         seed: of the initial parameters and of the order of the data.
         record_every: steps between train rows.
         evaluate_every: steps between validations; by default a tenth of all steps.
         evaluation_batches: batches of one validation, the same in every run.
-        text: what a language model reads; the task's own by default. See celo2.tasks.text.load.
+        text: what a language model reads, also a folder of tokens; the task's own by default. See
+            celo2.tasks.text.load and celo2.tasks.tokens.
     """
 
     task: str
@@ -61,6 +66,7 @@ class RunConfig:
     b2: float = 0.95
     eps: float = 1e-8
     precision: Precision = "float32"
+    remat: bool = False
     seed: int = 0
     record_every: int = 10
     evaluate_every: int | None = None
@@ -127,7 +133,11 @@ def run_name(config: RunConfig, rule: str | None) -> str:
     same name is another run.
     """
     config = resolve(config)
-    digest = digest_json([to_fields(config), rule])
+    fields = to_fields(config)
+    for name, usual in LATER.items():
+        if fields[name] == usual:
+            del fields[name]
+    digest = digest_json([fields, rule])
     label = str(config.label)
     label = Path(label).stem if "/" in label else label
     parts = (

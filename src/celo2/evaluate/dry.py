@@ -1,5 +1,7 @@
 """A run built from shapes alone: what it would take, without data and without memory."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,28 +16,32 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """What the run would be: sizes, bytes, tokens, learning rates; raises if it cannot be built.
 
     The training step and the validation are traced with abstract arrays: shapes that do not fit
-    are found, nothing is allocated or compiled.
+    are found, nothing is allocated or compiled. A rule file may be missing still: a shipped rule
+    then stands in for it, and `optimizer` says so.
 
     >>> facts = describe(RunConfig("lm30m", "adamw"))
     >>> facts["parameters"], facts["tokens"]
     (49250304, 600047616)
     """
     config = resolve(config)
-    setup = set_up(config, blank=True)
+    rule = stand_in(config.optimizer)
+    setup = set_up(replace(config, optimizer=rule or config.optimizer), blank=True)
     key = jax.random.key(0)
     step = jax.eval_shape(
-        lambda s, k: setup.trainer(setup.data, 1.0).step(s, k), setup.abstract, key
+        lambda d, s, k: setup.trainer(d, 1.0).step(s, k), setup.given, setup.abstract, key
     )
     _check_same_state(step[0], setup.abstract)
     valid = jax.eval_shape(
-        lambda s, k: setup.trainer(setup.data, 1.0).evaluate(s, k), setup.abstract, key
+        lambda d, s, k: setup.trainer(d, 1.0).evaluate(s, k), setup.given, setup.abstract, key
     )
     assert config.steps is not None
     tokens = setup.sizes["tokens_per_step"]
     updates = config.steps * setup.spec.updates_per_step
     return {
         "task": config.task,
-        "optimizer": config.label,
+        "optimizer": f"{config.label} ({rule} for {config.optimizer}, which is not there yet)"
+        if rule
+        else config.label,
         "steps": config.steps,
         "updates": updates,
         **setup.sizes,
@@ -44,6 +50,21 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "metrics": sorted(valid),
         "rates": _rates(config, updates),
     }
+
+
+def stand_in(optimizer: str) -> str | None:
+    """The shipped rule for a rule file that is not there yet; None for any other optimizer.
+
+    Celo2-base, if "base" is in the path: who updates what decides the size of the state. The
+    MLP's widths, the decays' values, form and norm change nothing that a dry run shows.
+
+    >>> stand_in("runs/base-wide/rule.safetensors")
+    'celo2-base'
+    """
+    missing = optimizer.endswith(".safetensors") and "://" not in optimizer
+    if not missing or Path(optimizer).exists():
+        return None
+    return "celo2-base" if "base" in optimizer else "celo2"
 
 
 def _rates(config: RunConfig, updates: int) -> dict[int, float]:

@@ -40,10 +40,11 @@ Draw = Callable[[Sweep, str], Figure]
 def plot_sweep(folder: str | PathLike, out: str | PathLike | None = None) -> list[Path]:
     """Draws every task of a sweep as `TASK_FIGURE.png`, and gives the files.
 
-    They are in the folder `figures` of the sweep's own by default.
+    They are in the folder `figures` of the sweep's own, or beside its packed file, by default.
     """
     sweep = read_sweep(folder)
-    target = Path(folder) / "figures" if out is None else Path(out)
+    home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+    target = home / "figures" if out is None else Path(out)
     target.mkdir(parents=True, exist_ok=True)
     paths = []
     for task in sweep.tasks:

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from celo2.evaluate.config import RunConfig
+from celo2.evaluate.feed import Feed
 from celo2.evaluate.setup import Setup, set_up
 
 VALIDATION_KEY = 1  # the same in every run: all are judged by the same batches
@@ -34,7 +38,7 @@ class Carry(NamedTuple):
     step: Array
     state: Any
     totals: dict[str, Array]  # of the metrics since the call began
-    finite: Array
+    finite: Array  # whether every loss was
 
 
 class Program(NamedTuple):
@@ -42,31 +46,43 @@ class Program(NamedTuple):
 
     setup: Setup
     metrics: dict[str, jax.ShapeDtypeStruct]  # of one step
-    advance_compiled: Any  # data, learning rate, key, carry[, last] -> carry
-    evaluate_compiled: Any  # data, state, key -> metrics
+    advance_compiled: Any  # data, learning rate, seed, carry[, last] -> carry
+    evaluate_compiled: Any  # data, state, number -> metrics
     compile_seconds: float
     temporary_bytes: int | None  # of a step, beside state and data
 
     def start(self, seed: int) -> Any:
         """The state before the first step."""
-        init_key, _ = _keys(seed)
-        state = self.setup.trainer(self.setup.data, 1.0).init(init_key)
-        # Arrays of their own: two names for one array could not both be used up.
-        return jax.tree.map(jnp.copy, state)
 
-    def advance(self, config: RunConfig, state: Any, first: int, last: int) -> tuple[Any, Advanced]:
+        def init(seed):
+            return self.setup.trainer(self.setup.given, 1.0).init(_keys(seed)[0])
+
+        if self.setup.mesh is None:
+            # Arrays of their own: two names for one array could not both be used up.
+            return jax.tree.map(jnp.copy, init(seed))
+        places = jax.tree.map(lambda x: x.sharding, self.setup.abstract)
+        return jax.jit(init, out_shardings=places)(self._put(seed, jnp.uint32))
+
+    def feed(self, seed: int) -> Feed:
+        """The data of the steps of a run with that seed."""
+        return Feed(self.setup.data, "train", seed, self.setup.mesh)
+
+    def advance(
+        self, config: RunConfig, feed: Feed, state: Any, first: int, last: int
+    ) -> tuple[Any, Advanced]:
         """Steps from `first` to `last`, or until the loss is not finite. Uses up the state."""
-        _, key = _keys(config.seed)
-        call = partial(
-            self.advance_compiled, self.setup.data, jnp.float32(config.learning_rate), key
-        )
-        carry = Carry(jnp.int32(first), state, _zeros(self.metrics), jnp.bool_(True))
+        rate = self._put(config.learning_rate, jnp.float32)
+        seed = self._put(config.seed, jnp.uint32)
+        totals = jax.tree.map(lambda x: self._put(np.zeros(x.shape), x.dtype), self.metrics)
+        carry = Carry(self._put(first, jnp.int32), state, totals, self._put(True, jnp.bool_))
         if self.setup.chained:
-            carry = call(carry, jnp.int32(last))
+            last_step = self._put(last, jnp.int32)
+            carry = self.advance_compiled(feed.at(first), rate, seed, carry, last_step)
         else:
-            for _ in range(first, last):
-                carry = call(carry)
-                if not carry.finite:
+            for step in range(first, last):
+                carry = self.advance_compiled(feed.at(step), rate, seed, carry)
+                # Many collectives in a queue may block each other on CPU devices.
+                if jax.default_backend() == "cpu" and not carry.finite:
                     break
         step = int(carry.step)
         told = jax.device_get((carry.totals, carry.state.optimizer.norms))
@@ -76,70 +92,114 @@ class Program(NamedTuple):
 
     def evaluate(self, state: Any) -> dict[str, float]:
         """The validation metrics."""
-        key = jax.random.key(VALIDATION_KEY)
-        keys = [key] if self.setup.chained else jax.random.split(key, self.setup.evaluations)
-        found = [self.evaluate_compiled(self.setup.data, state, k) for k in keys]
-        rows = [jax.tree.map(float, row) for row in found]
+        feed = Feed(self.setup.data, "valid", VALIDATION_KEY, self.setup.mesh)
+        calls = range(1 if self.setup.chained else self.setup.evaluations)
+        numbers = [self._put(i, jnp.int32) for i in calls]
+        found = [self.evaluate_compiled(feed.at(i), state, numbers[i]) for i in calls]
+        rows = [jax.tree.map(float, jax.device_get(row)) for row in found]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
+    def _put(self, value: Any, dtype: Any) -> Array:
+        return put(value, dtype, self.setup.mesh)
 
-def build(config: RunConfig, data: str | PathLike | None = None) -> Program:
+
+def build(
+    config: RunConfig, data: str | PathLike | None = None, mesh: Mesh | None = None
+) -> Program:
     """The program of a resolved config; the newest are kept for configs that share one."""
     shared = dataclasses.replace(config, learning_rate=1.0, seed=0, label=None, record_every=1)
-    return _build(shared, data)
+    return _build(shared, data, mesh)
 
 
 @lru_cache(maxsize=16)
-def _build(config: RunConfig, data: str | PathLike | None) -> Program:
-    setup = set_up(config, data)
+def _build(config: RunConfig, data: str | PathLike | None, mesh: Mesh | None) -> Program:
+    setup = set_up(config, data, mesh)
     start = time.monotonic()
-    key, rate, count = jax.random.key(0), jnp.float32(1.0), jnp.int32(0)
-    trainer = setup.trainer(setup.data, 1.0)
-    metrics = jax.eval_shape(trainer.step, setup.abstract, key)[1]
-    carry = Carry(count, setup.abstract, metrics, jnp.bool_(True))
-    advance = partial(_chain if setup.chained else _step, setup)
-    advanced = jax.jit(advance, donate_argnums=3).lower(
-        setup.data, rate, key, carry, *([count] if setup.chained else [])
-    )
-    evaluate = jax.jit(lambda arrays, state, key: setup.trainer(arrays, 1.0).evaluate(state, key))
+    metrics, advanced = lower_advance(setup)
     compiled = advanced.compile()
+    evaluate = jax.jit(partial(_evaluate, setup), out_shardings=_everywhere(mesh))
+    number = put(0, jnp.int32, mesh)
     return Program(
         setup=setup,
         metrics=metrics,
         advance_compiled=compiled,
-        evaluate_compiled=evaluate.lower(setup.data, setup.abstract, key).compile(),
+        evaluate_compiled=evaluate.lower(setup.given, setup.abstract, number).compile(),
         compile_seconds=time.monotonic() - start,
         temporary_bytes=_temporary_bytes(compiled),
     )
 
 
-def _step(setup: Setup, data: Any, rate: Array, key: Array, carry: Carry) -> Carry:
-    """One step."""
+def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
+    """The shapes of a step's metrics, and the training step ready to be compiled.
+
+    Nothing is allocated if the setup was made without data.
+    """
+    mesh = setup.mesh
+    rate, seed, count = (put(0, dtype, mesh) for dtype in (jnp.float32, jnp.uint32, jnp.int32))
+    metrics = jax.eval_shape(
+        lambda data, state, key: setup.trainer(data, 1.0).step(state, key)[1],
+        setup.given,
+        setup.abstract,
+        jax.random.key(0),
+    )
+    totals = jax.tree.map(lambda x: put(np.zeros(x.shape), x.dtype, mesh), metrics)
+    carry = Carry(count, setup.abstract, totals, put(True, jnp.bool_, mesh))
+    places = None
+    if mesh is not None:
+        places = jax.tree.map(lambda x: x.sharding, carry)
+    advance = jax.jit(
+        partial(_chain if setup.chained else _step, setup), donate_argnums=3, out_shardings=places
+    )
+    last = [count] if setup.chained else []
+    return metrics, advance.lower(setup.given, rate, seed, carry, *last)
+
+
+def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:
+    """A small array on every device."""
+    array = np.asarray(value, dtype)
+    if mesh is None:
+        return jnp.asarray(array)
+    everywhere = NamedSharding(mesh, P())
+    return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
+
+
+def _step(setup: Setup, data: Any, rate: Array, seed: Array, carry: Carry) -> Carry:
+    """One step; after a loss that was not finite, steps no longer count."""
+    _, key = _keys(seed)
     trainer = setup.trainer(data, rate)
     state, metrics = trainer.step(carry.state, jax.random.fold_in(key, carry.step))
     totals = jax.tree.map(_add, carry.totals, metrics)
-    return Carry(carry.step + 1, state, totals, jnp.isfinite(metrics["loss"]))
+    finite = carry.finite & jnp.isfinite(metrics["loss"])
+    return Carry(carry.step + carry.finite, state, totals, finite)
 
 
-def _chain(setup: Setup, data: Any, rate: Array, key: Array, carry: Carry, last: Array) -> Carry:
+def _chain(setup: Setup, data: Any, rate: Array, seed: Array, carry: Carry, last: Array) -> Carry:
     """Steps up to `last`, which is not compiled in: every step is the same, however many there
     are."""
     return jax.lax.while_loop(
         lambda carry: (carry.step < last) & carry.finite,
-        lambda carry: _step(setup, data, rate, key, carry),
+        lambda carry: _step(setup, data, rate, seed, carry),
         carry,
     )
 
 
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+def _evaluate(setup: Setup, data: Any, state: Any, number: Array) -> dict[str, Array]:
+    """The validation, or that number of its batches if they come one by one."""
+    key = jax.random.key(VALIDATION_KEY)
+    if not setup.chained:
+        key = jax.random.split(key, setup.evaluations)[number]
+    return setup.trainer(data, 1.0).evaluate(state, key)
+
+
+def _everywhere(mesh: Mesh | None) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, P())
 
 
 def _add(total: Array, value: Array) -> Array:
     return total + value if jnp.issubdtype(total.dtype, jnp.floating) else value
 
 
-def _keys(seed: int) -> tuple[Array, Array]:
+def _keys(seed: Array | int) -> tuple[Array, Array]:
     init_key, step_key = jax.random.split(jax.random.key(seed))
     return init_key, step_key
 

@@ -29,17 +29,22 @@ the rows of one that was not, but for resume rows and times.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from celo2.evaluate.config import RunConfig, resolve
+from celo2.evaluate.feed import Feed
 from celo2.evaluate.program import Program, build
-from celo2.evaluate.storage import clear, find_start, identity, save
+from celo2.evaluate.storage import Start, clear, find_start, identity, save
 from celo2.runs import machine, records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder, locked
+from celo2.runs.processes import in_primary, is_primary, some_process
 from celo2.runs.records import Row
 
 SAVE_SECONDS = 300.0
@@ -52,6 +57,7 @@ class Run:
     folder: RunFolder
     config: RunConfig
     program: Program
+    feed: Feed
     state: Any
     step: int
     seconds: float  # of training
@@ -64,6 +70,7 @@ def run(
     out: str | PathLike,
     *,
     data: str | PathLike | None = None,
+    mesh: Mesh | None = None,
     resume: bool = False,
     checkpoint_every: int | None = None,
     keep: bool = False,
@@ -77,6 +84,8 @@ def run(
         config: what the run is.
         out: its folder, which only one process may write.
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        mesh: the devices to train on, in axes `data` and `model`; by default one device. Several
+            processes need one over all their devices, and a file system that they share.
         resume: continue from the newest checkpoint, if there is one, else start over.
         checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
         keep: leave the last checkpoint of a finished run where it is.
@@ -90,12 +99,13 @@ def run(
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1.")
     config = resolve(config)
     folder = RunFolder(Path(out))
-    with locked(folder):
+    with ExitStack() as stack:
+        in_primary(lambda: stack.enter_context(locked(folder)))
         end = end_row(folder.records)
-        if resume and end is not None:
-            yield end
+        if resume and some_process(is_primary() and end is not None)[0]:
+            yield end or {"kind": "end"}
             return
-        run = _open(folder, config, data, resume)
+        run = _open(folder, config, data, mesh, resume)
         yield from _start(run)
         yield from _train(run, checkpoint_every, keep, stop)
 
@@ -114,12 +124,12 @@ def next_stop(config: RunConfig, step: int) -> int:
     return min(config.steps, *((step // period + 1) * period for period in periods))
 
 
-def _open(folder: RunFolder, config: RunConfig, data: Any, resume: bool) -> Run:
-    program = build(config, data)
+def _open(folder: RunFolder, config: RunConfig, data: Any, mesh: Mesh | None, resume: bool) -> Run:
+    program = build(config, data, mesh)
     found = find_start(folder, program.setup, config, resume)
-    if found is None:
-        return Run(folder, config, program, program.start(config.seed), 0, 0.0)
-    return Run(folder, config, program, found.state, found.step, found.seconds, found.step)
+    found = found or Start(0, program.start(config.seed), 0.0)
+    feed = program.feed(config.seed)
+    return Run(folder, config, program, feed, found.state, found.step, found.seconds, found.step)
 
 
 def _start(run: Run) -> Iterator[Row]:
@@ -156,8 +166,8 @@ def _train(
     assert config.steps and config.evaluate_every
     metrics, finite = None, True
     while run.step < config.steps and finite:
-        asked = stop()
-        if asked or _is_due(run, checkpoint_every):
+        asked, due = some_process(stop(), _is_due(run, checkpoint_every))
+        if asked or due:
             _save(run)
         if asked:
             return
@@ -172,14 +182,14 @@ def _train(
     if finite and keep:
         _save(run)
     yield _record(run, _end(run, metrics if finite else None))
-    if not keep:
+    if not keep and is_primary():
         clear(run.folder)
 
 
 def _advance(run: Run) -> tuple[Row, bool]:
     start = time.monotonic()
     last = next_stop(run.config, run.step)
-    run.state, told = run.program.advance(run.config, run.state, run.step, last)
+    run.state, told = run.program.advance(run.config, run.feed, run.state, run.step, last)
     run.seconds += time.monotonic() - start
     run.step = told.step
     row = {
@@ -222,7 +232,8 @@ def _end(run: Run, metrics: dict[str, float | None] | None) -> Row:
 
 def _record(run: Run, row: Row) -> Row:
     row = records.clean(row)
-    records.append(run.folder.records, row)
+    if is_primary():
+        records.append(run.folder.records, row)
     return row
 
 

@@ -10,15 +10,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from celo2.evaluate.adapt import accumulated, in_precision
 from celo2.evaluate.config import RunConfig
+from celo2.evaluate.feed import place_arrays
 from celo2.evaluate.norms import group_leaves, with_norms
 from celo2.evaluate.optimizers import load_rule, make_optimizer
 from celo2.evaluate.schedules import schedule_shape
+from celo2.evaluate.sharding import (
+    check_batch,
+    on_mesh,
+    optimizer_specs,
+    parameter_specs,
+    spread_batch,
+)
 from celo2.runs.digest import digest_arrays, name_arrays
+from celo2.runs.mesh import DATA
 from celo2.tasks import Task, TaskSpec, Trainer, find, supervised
+from celo2.tasks.stream import Stream
 from celo2.weights import digest as digest_rule
 
 
@@ -30,40 +43,64 @@ class Setup(NamedTuple):
 
     config: RunConfig
     spec: TaskSpec
-    data: Any
+    mesh: Mesh | None  # None is one device
+    data: Any  # arrays on the devices, or a Stream
+    given: Any  # what a step gets: those arrays, or the shapes of a batch
     checksum: str  # SHA-256 of the data
     rule: str | None  # SHA-256 of the rule
     trainer: Callable[[Any, Array | float], Trainer]  # data, learning rate -> …
-    abstract: Any  # shapes of the trainer's state
+    abstract: Any  # shapes of the trainer's state, and places if there is a mesh
     chained: bool  # whether steps should be compiled into a loop
     evaluations: int  # validation batches, if not chained one for each call of `evaluate`
     sizes: dict[str, Any]
 
 
-def set_up(config: RunConfig, data: str | PathLike | None = None, *, blank: bool = False) -> Setup:
+def set_up(
+    config: RunConfig,
+    data: str | PathLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    blank: bool = False,
+) -> Setup:
     """The parts of a resolved config; `blank` takes shapes in place of the data."""
     spec = find(config.task)
     made, checksum = (
-        _make_blank(config) if blank else _make(config.task, config.text, config.batch, data)
+        _make_blank(config)
+        if blank
+        else _make(config.task, config.text, config.batch, config.remat, data)
     )
-    problem = _adapt(made, config)
+    problem = _adapt(made, config, mesh)
     rule = load_rule(config.optimizer)
     assert config.steps is not None
     shape = schedule_shape(config, config.steps * spec.updates_per_step)
 
-    def trainer(arrays: Any, rate: Array | float) -> Trainer:
-        tx = with_norms(make_optimizer(config, rule, lambda count: rate * shape(count)))
-        if not isinstance(problem, Task):
-            return spec.train(problem, tx)
-        return supervised(problem._replace(data=arrays), tx, batches if chained else 1)
+    def optimizer(rate: Array | float) -> optax.GradientTransformation:
+        return with_norms(make_optimizer(config, rule, lambda count: rate * shape(count)))
 
-    batches, chained = config.evaluation_batches, not _is_slow_in_loops(problem)
+    def trainer(arrays: Any, rate: Array | float) -> Trainer:
+        if not isinstance(problem, Task):
+            return spec.train(problem, optimizer(rate))
+        one_by_one = not chained
+        return supervised(
+            problem._replace(data=arrays), optimizer(rate), 1 if one_by_one else batches
+        )
+
+    batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
-    abstract = jax.eval_shape(lambda key: trainer(arrays, 1.0).init(key), jax.random.key(0))
+    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem)
+    arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
+    given = _batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
+    abstract = jax.eval_shape(lambda key: trainer(given, 1.0).init(key), jax.random.key(0))
+    if mesh is not None:
+        specs = parameter_specs(abstract.params, mesh)
+        inner = optimizer_specs(optimizer(1.0), abstract.params, specs, mesh)
+        abstract = on_mesh(abstract, type(abstract)(specs, inner), mesh)
     return Setup(
         config=config,
         spec=spec,
+        mesh=mesh,
         data=arrays,
+        given=given,
         checksum=checksum,
         rule=None if rule is None else digest_rule(rule),
         trainer=trainer,
@@ -80,16 +117,21 @@ def count_bytes(tree: Any) -> int:
 
 
 @lru_cache(maxsize=1)
-def _make(task: str, text: str | None, batch: int | None, data: Any) -> tuple[Any, str]:
+def _make(
+    task: str, text: str | None, batch: int | None, remat: bool, data: Any
+) -> tuple[Any, str]:
     """The task and the SHA-256 of its data; the newest is kept for the next run of a sweep."""
-    made = _call(task, find(task).make, batch=batch, data=data, text=text)
+    made = _call(task, find(task).make, batch=batch, data=data, text=text, remat=remat or None)
+    if isinstance(made, Task) and isinstance(made.data, Stream):
+        return made, made.data.checksum
     arrays = name_arrays(jax.tree.map(np.asarray, made.data)) if isinstance(made, Task) else {}
     return made, digest_arrays(arrays)
 
 
 def _make_blank(config: RunConfig) -> tuple[Any, str]:
     spec = find(config.task)
-    return _call(config.task, spec.blank or spec.make, batch=config.batch), ""
+    options = {"batch": config.batch, "remat": config.remat or None}
+    return _call(config.task, spec.blank or spec.make, **options), ""
 
 
 def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
@@ -101,8 +143,10 @@ def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
     return make(**given)
 
 
-def _adapt(made: Any, config: RunConfig) -> Any:
+def _adapt(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
     if not isinstance(made, Task):
+        if mesh is not None:
+            raise ValueError(f"{config.task} runs on one device: leave the mesh out.")
         for name, usual in (("accumulate", 1), ("precision", "float32")):
             if getattr(config, name) != usual:
                 raise ValueError(
@@ -114,7 +158,13 @@ def _adapt(made: Any, config: RunConfig) -> Any:
         raise ValueError(f"accumulate={config.accumulate} does not divide batch={config.batch}.")
     if config.precision != "float32":
         made = in_precision(made, jnp.dtype(config.precision))
-    return accumulated(made, config.accumulate) if config.accumulate > 1 else made
+    if config.accumulate > 1:
+        made = accumulated(made, config.accumulate)
+    if mesh is None:
+        return made
+    check_batch(config.batch, config.accumulate, mesh)
+    sample = made.sample
+    return made._replace(sample=lambda *draw: spread_batch(sample(*draw), mesh))
 
 
 def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
@@ -139,8 +189,17 @@ def _is_slow_in_loops(problem: Any) -> bool:
     return "conv_general_dilated" in str(jax.make_jaxpr(problem.loss)(params, _batch(problem)))
 
 
+def _batch_shapes(stream: Stream, mesh: Mesh | None) -> Any:
+    """A batch of the stream, and its place if there is a mesh."""
+    if mesh is None:
+        return stream.example
+    return on_mesh(stream.example, jax.tree.map(lambda _: P(DATA), stream.example), mesh)
+
+
 def _batch(problem: Task) -> Any:
     """The shapes of a training batch."""
+    if isinstance(problem.data, Stream):
+        return problem.data.example
     return jax.eval_shape(lambda key: problem.sample(problem.data, key, "train"), jax.random.key(0))
 
 

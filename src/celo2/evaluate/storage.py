@@ -14,6 +14,7 @@ from celo2.runs import checkpoint, records
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunFolder, RunRefused
 from celo2.runs.machine import version
+from celo2.runs.processes import in_primary, share_checkpoint
 
 
 class Start(NamedTuple):
@@ -36,6 +37,17 @@ def identity(config: RunConfig, setup: Setup) -> dict[str, Any]:
 
 def find_start(folder: RunFolder, setup: Setup, config: RunConfig, resume: bool) -> Start | None:
     """The newest whole checkpoint, None to begin; leaves the folder ready to be written."""
+    found = in_primary(lambda: _prepare(folder, setup, config, resume))
+    found = share_checkpoint(folder.checkpoints, found)
+    if found is None:
+        return None
+    state = _with_keys(checkpoint.place(found.arrays, _on_devices(setup.abstract)), setup.abstract)
+    return Start(found.iteration, state, found.meta["seconds"])
+
+
+def _prepare(
+    folder: RunFolder, setup: Setup, config: RunConfig, resume: bool
+) -> checkpoint.Checkpoint | None:
     stored = folder.read_config()
     if stored is not None and not resume:
         raise RunRefused(
@@ -48,10 +60,7 @@ def find_start(folder: RunFolder, setup: Setup, config: RunConfig, resume: bool)
         checkpoint.put_aside(folder.checkpoints, damage.iteration, folder.damaged)
     folder.write_config(identity(config, setup))
     records.cut(folder.records, -1 if found is None else found.iteration, "step")
-    if found is None:
-        return None
-    state = _with_keys(checkpoint.place(found.arrays, _on_device(setup.abstract)), setup.abstract)
-    return Start(found.iteration, state, found.meta["seconds"])
+    return found
 
 
 def save(folder: RunFolder, step: int, state: Any, meta: Mapping[str, Any]) -> None:
@@ -95,7 +104,12 @@ def _with_keys(state: Any, abstract: Any) -> Any:
     )
 
 
-def _on_device(abstract: Any) -> Any:
-    sharding = SingleDeviceSharding(jax.local_devices()[0])
+def _on_devices(abstract: Any) -> Any:
+    """The shapes of what files hold, each with the place it has in a run."""
+    alone = SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.eval_shape(_without_keys, abstract)
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.tree.map(
+        lambda s, like: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding or alone),
+        shapes,
+        abstract,
+    )

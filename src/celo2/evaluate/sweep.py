@@ -7,9 +7,12 @@ is locked by who makes it, and the others take the next.
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.recipe import Recipe
@@ -18,6 +21,7 @@ from celo2.evaluate.run import run
 from celo2.runs import records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunTaken
+from celo2.runs.processes import is_primary, some_process
 from celo2.runs.records import Row
 from celo2.weights import write_whole
 
@@ -31,6 +35,7 @@ def sweep(
     out: str | PathLike,
     *,
     data: str | PathLike | None = None,
+    mesh: Mesh | None = None,
     first: int = 0,
     stop: Stop = lambda: False,
     watch: Watch = lambda config, row: None,
@@ -45,35 +50,40 @@ def sweep(
         recipe: what to run.
         out: the folder of the runs' folders.
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        mesh: the devices of every run, see celo2.evaluate.run; several processes that share one
+            make each run together.
         first: the tuning run to begin with; processes that share a sweep begin at different ones.
         stop: asked now and then; True saves the run under way and ends the sweep.
         watch: called with every row of the runs that are made here.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_index(folder, recipe, [])
+    if is_primary():
+        _write_index(folder, recipe, [])
+    make = partial(_make, folder=folder, data=data, mesh=mesh, stop=stop, watch=watch)
     turned = (*recipe.runs[first:], *recipe.runs[:first])
-    tuning = yield from _make_all(turned, folder, data, stop, watch)
+    tuning = yield from _make_all(turned, make, stop)
     if len(tuning) < len(recipe.runs):  # it was stopped
         return
     chosen = [best.config for best in find_best(tuning).values() if best.score is not None]
     finals = recipe.finals(chosen)
-    _write_index(folder, recipe, finals)
+    if is_primary():
+        _write_index(folder, recipe, finals)
     known = set(recipe.runs)
-    yield from _make_all([c for c in finals if c not in known], folder, data, stop, watch)
+    yield from _make_all([c for c in finals if c not in known], make, stop)
 
 
 def _make_all(
-    configs: Sequence[RunConfig], folder: Path, data: Any, stop: Stop, watch: Watch
+    configs: Sequence[RunConfig], make: Callable[[RunConfig], Outcome], stop: Stop
 ) -> Generator[Outcome, None, list[Outcome]]:
     """Yields the runs as they end and returns them all, or fewer if it was asked to stop."""
     waiting, done = list(configs), []
     while waiting:
         taken = []
         for config in waiting:
-            if stop():
+            if some_process(stop())[0]:  # also: none goes on before all have ended the last run
                 return done
-            outcome = _make(config, folder, data, stop, watch)
+            outcome = make(config)
             if outcome.state == "waiting":
                 taken.append(config)
                 continue
@@ -87,13 +97,17 @@ def _make_all(
     return done
 
 
-def _make(config: RunConfig, folder: Path, data: Any, stop: Stop, watch: Watch) -> Outcome:
+def _make(
+    config: RunConfig, *, folder: Path, data: Any, mesh: Mesh | None, stop: Stop, watch: Watch
+) -> Outcome:
     found = read_outcome(config, folder)
     if found.end is not None:
         return found
     try:
-        for row in run(config, folder / found.name, data=data, resume=True, stop=stop):
+        rows = run(config, folder / found.name, data=data, mesh=mesh, resume=True, stop=stop)
+        for row in rows:
             watch(config, row)
+        some_process(False)  # all wait until the first has written its records
     except RunTaken:
         return found
     except Exception as error:  # whatever a task, an optimizer or a disk may raise

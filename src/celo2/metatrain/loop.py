@@ -9,12 +9,13 @@ from typing import Any
 
 from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.folder import MetaFolder
-from celo2.metatrain.opening import in_primary, open_run
+from celo2.metatrain.opening import open_run
 from celo2.metatrain.outer import CHUNK
-from celo2.metatrain.run import Run, advance, close_run, held_out, record, save_run, some_process
+from celo2.metatrain.run import Run, advance, close_run, held_out, record, save_run
 from celo2.metatrain.watch import Diverged, Limits, Streaks, inspect
 from celo2.rule import Rule
 from celo2.runs.folder import locked
+from celo2.runs.processes import in_primary, some_process
 from celo2.runs.records import Row
 from celo2.tasks import Task
 

@@ -1,25 +1,21 @@
 """How a run starts: from nothing, from a rule, or where its newest checkpoint left it."""
 
 import os
-from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from celo2 import weights as files
 from celo2.metatrain.config import MetaConfig, from_fields
 from celo2.metatrain.family import load_family
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import build, make_mesh
-from celo2.metatrain.run import Run, identity, is_primary, some_process
+from celo2.metatrain.run import Run, identity
 from celo2.rule import Rule
 from celo2.runs import checkpoint, records
 from celo2.runs.checkpoint import Checkpoint, Damage
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunRefused
+from celo2.runs.processes import in_primary, share_checkpoint
 from celo2.runs.records import Row
 from celo2.tasks import Task
 
@@ -42,7 +38,7 @@ def open_run(
     continues = resume and bool(checkpoint.list_iterations(folder.checkpoints))
     rule = None if init_from is None or continues else matching_rule(config, init_from)
     found, damages = in_primary(lambda: _prepare(folder, config, checksums, resume)) or (None, [])
-    found = _share(folder, found)
+    found = share_checkpoint(folder.checkpoints, found)
     if found is None:
         state = program.init(None if rule is None else rule.weights)
         meta: dict[str, Any] = FRESH | {"begun_from": _name_rule(rule, init_from)}
@@ -65,19 +61,6 @@ def open_run(
         saved=None if found is None else iteration,
         findings=[_damage_row(iteration, damage) for damage in damages],
     )
-
-
-def in_primary(action: Callable[[], T]) -> T | None:
-    """What `action` returns in the process that writes; if it fails there, all processes fail."""
-    result, error = None, None
-    if is_primary():
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    if some_process(error is not None)[0]:
-        raise error or RunRefused("Process 0 could not start; see its message.")
-    return result
 
 
 def _prepare(
@@ -105,18 +88,6 @@ def _prepare(
     records.cut(folder.records, 0 if found is None else found.iteration)
     folder.write_config(identity(config, checksums))
     return found, damages
-
-
-def _share(folder: MetaFolder, found: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that process 0 found, in every process."""
-    if jax.process_count() == 1:
-        return found
-    iteration = int(
-        multihost_utils.broadcast_one_to_all(np.int32(found.iteration if found else -1))
-    )
-    if found is None and iteration >= 0:
-        return checkpoint.read(folder.checkpoints, iteration)
-    return found
 
 
 def check_same(

@@ -16,8 +16,10 @@ from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.inner import Family
 from celo2.metatrain.pes import PESState, estimate, init_state
 from celo2.rule import initial_weights
+from celo2.runs.mesh import DATA
+from celo2.runs.mesh import make_mesh as mesh_over
 
-AXIS = "problems"
+AXIS = DATA  # problems are what this mesh spreads
 CHUNK = 10  # most iterations in one compiled call
 
 
@@ -60,7 +62,7 @@ class Program(NamedTuple):
 
 def make_mesh() -> Mesh:
     """All devices of all processes in one row."""
-    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    return mesh_over({AXIS: jax.device_count()})
 
 
 def outer_optimizer(config: MetaConfig) -> optax.GradientTransformation:

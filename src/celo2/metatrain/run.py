@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from celo2 import weights as files
 from celo2.metatrain.config import MetaConfig
@@ -21,6 +20,7 @@ from celo2.rule import Rule
 from celo2.runs import checkpoint, records
 from celo2.runs.fields import to_fields
 from celo2.runs.machine import version
+from celo2.runs.processes import is_primary, some_process
 from celo2.runs.records import Row
 
 DISK_FULL = os.strerror(errno.ENOSPC)
@@ -74,18 +74,6 @@ class Run:
             "pid": os.getpid(),
             "time": time.time(),
         }
-
-
-def is_primary() -> bool:
-    """Whether this is the process that writes records and rules."""
-    return jax.process_index() == 0
-
-
-def some_process(*flags: bool) -> list[bool]:
-    """For each flag, whether it is up in any process: all then do the same."""
-    if jax.process_count() == 1:
-        return list(flags)
-    return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
 def advance(run: Run, iterations: int) -> tuple[Row, MetaMetrics]:

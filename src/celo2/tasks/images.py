@@ -181,6 +181,11 @@ def to_unit(pixels: Array) -> Array:
     return pixels.astype(jnp.float32) * np.float32(1 / 255)
 
 
+def to_signed(pixels: Array) -> Array:
+    """uint8 pixels as float32 in [-1, 1]."""
+    return pixels.astype(jnp.float32) * np.float32(2 / 255) - np.float32(1)
+
+
 def _path(folder: Path, name: str, size: Size) -> Path:
     return folder / (f"{name}_8x8.npz" if size == "8x8" else f"{name}.npz")
 

@@ -1,19 +1,23 @@
-"""A decoder-only language model, and the task of training it on a corpus."""
+"""A decoder-only language model, and the task of training it on a text."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from celo2.tasks.layers import cross_entropy, normal, rms_norm
+from celo2.tasks.pipeline import stream
 from celo2.tasks.task import Task
 from celo2.tasks.text import Corpus, windows
+from celo2.tasks.tokens import TokenFolder
 from celo2.tasks.transformer import apply_blocks, check_heads, init_blocks
 
-GPT2_VOCAB = 50_304  # the 50,257 tokens of GPT-2, rounded up to a multiple of 128
+VOCAB_STEP = 128  # a vocabulary is rounded up to a multiple of it
+GPT2_VOCAB = 50_304  # the 50,257 tokens of GPT-2, rounded up
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class LMConfig:
     head_width: int
     length: int
     vocab: int = 256
+    remat: bool = False  # compute a block's activations again rather than keep them
 
     def __post_init__(self):
         check_heads(self.width, self.head_width)
@@ -33,6 +38,7 @@ class LMConfig:
 CONFIGS = {
     "tiny": LMConfig(64, 2, 32, 64),
     "0.3m": LMConfig(64, 6, 32, 128),
+    "0.8m": LMConfig(128, 4, 64, 128),
     "1m": LMConfig(128, 5, 64, 128),
     "3m": LMConfig(192, 6, 64, 256),
     # The paper's three.
@@ -56,7 +62,7 @@ def init(key: Array, config: LMConfig) -> dict:
 def logits(params: dict, config: LMConfig, tokens: Array) -> Array:
     """[B, T, vocab]: at each place, the next token's logits."""
     x = params["embed"]["table"][tokens]  # [B, T, D]
-    x = apply_blocks(params["blocks"], x, config.head_width, causal=True)
+    x = apply_blocks(params["blocks"], x, config.head_width, causal=True, remat=config.remat)
     return rms_norm(x) @ params["lm_head"]["kernel"]
 
 
@@ -70,9 +76,29 @@ def language_model(corpus: Corpus, config: LMConfig, batch: int) -> Task:
     def sample(data, key, split):
         return windows(data[split], key, batch, config.length + 1)
 
-    def loss(params, tokens):
-        value = cross_entropy(logits(params, config, tokens[:, :-1]), tokens[:, 1:])
-        return value, {"loss": value}
-
     data = {"train": jnp.asarray(corpus.train), "valid": jnp.asarray(corpus.valid)}
-    return Task(lambda key: init(key, config), sample, loss, data)
+    return Task(partial(init, config=config), sample, partial(_loss, config), data)
+
+
+def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -> Task:
+    """The same on a token folder, each of whose windows comes once per epoch.
+
+    The vocabulary is the folder's, rounded up to a multiple of 128.
+    """
+    vocab = -(-folder.vocab // VOCAB_STEP) * VOCAB_STEP
+    if vocab > config.vocab:
+        raise ValueError(
+            f"{folder.path} has a vocabulary of {folder.vocab:,} ({folder.tokenizer}), and this "
+            f"model has {config.vocab:,}: take a larger one, or make the folder with --tokenizer "
+            "bytes."
+        )
+    config = dataclasses.replace(config, vocab=vocab)
+    data = stream(folder, config.length, batch)
+    return Task(
+        partial(init, config=config), lambda data, key, split: data, partial(_loss, config), data
+    )
+
+
+def _loss(config: LMConfig, params: dict, tokens: Array) -> tuple[Array, dict[str, Array]]:
+    value = cross_entropy(logits(params, config, tokens[:, :-1]), tokens[:, 1:])
+    return value, {"loss": value}

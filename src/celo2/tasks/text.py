@@ -1,4 +1,4 @@
-"""Text as tokens: bytes of an embedded or given text, or token files on disk."""
+"""Text as bytes that a device holds: an embedded text, or given files."""
 
 import lzma
 import os
@@ -20,7 +20,7 @@ VALID_FRACTION = 0.1
 
 
 class Corpus(NamedTuple):
-    """A text as two runs of tokens: uint8 for bytes, uint16 for token files."""
+    """A text as two runs of tokens; bytes are uint8."""
 
     name: str
     source: str  # the files it was read from, or the module that embeds it
@@ -56,30 +56,11 @@ def load(
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{str(path)!r} is neither a file nor one of {', '.join((EMBEDDED, *NAMES))}."
+                f"{str(path)!r} is neither a file nor one of {', '.join((EMBEDDED, *NAMES))}, nor "
+                "a token folder such as `celo2 data tokens` makes."
             )
     source = ", ".join(map(str, paths))
     return _cut(source, source, np.concatenate([_read(path) for path in paths]))
-
-
-def load_tokens(
-    train: str | os.PathLike,
-    valid: str | os.PathLike,
-    vocab: int,
-    dtype: np.typing.DTypeLike = np.uint16,
-) -> Corpus:
-    """The corpus in two raw token files, memory-mapped: nothing is read before it is used."""
-    dtype = np.dtype(dtype)
-    for path in map(Path, (train, valid)):
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no token file {str(path)!r}.")
-        if path.stat().st_size == 0 or path.stat().st_size % dtype.itemsize:
-            raise ValueError(
-                f"{str(path)!r} has {path.stat().st_size} bytes, not a positive multiple of the "
-                f"{dtype.itemsize} of a {dtype} token."
-            )
-    train_map, valid_map = (np.memmap(path, dtype, mode="r") for path in (train, valid))
-    return Corpus(Path(train).stem, f"{train}, {valid}", train_map, valid_map, vocab)
 
 
 def blank(vocab: int, length: int) -> Corpus:
@@ -90,27 +71,14 @@ def blank(vocab: int, length: int) -> Corpus:
 
 def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
     """int32 [batch, length]: runs of tokens from random places of a device array."""
-    _check_length(tokens, length)
-    starts = jax.random.randint(key, (batch,), 0, len(tokens) - length + 1)
-    cut = jax.vmap(lambda start: jax.lax.dynamic_slice(tokens, (start,), (length,)))
-    return cut(starts).astype(jnp.int32)
-
-
-def host_windows(
-    tokens: np.ndarray, rng: np.random.Generator, batch: int, length: int
-) -> np.ndarray:
-    """The same from a memory map too large for the device, reading only what it returns."""
-    _check_length(tokens, length)
-    starts = rng.integers(0, len(tokens) - length + 1, batch)
-    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
-
-
-def _check_length(tokens, length: int) -> None:
     if len(tokens) < length:
         raise ValueError(
             f"The text has {len(tokens)} tokens, fewer than one window of {length}: give a longer "
             "text, or a model with a shorter context."
         )
+    starts = jax.random.randint(key, (batch,), 0, len(tokens) - length + 1)
+    cut = jax.vmap(lambda start: jax.lax.dynamic_slice(tokens, (start,), (length,)))
+    return cut(starts).astype(jnp.int32)
 
 
 def _python_docs() -> np.ndarray:

@@ -41,16 +41,24 @@ def init_blocks(key: Array, width: int, layers: int) -> dict:
     return {f"block_{i}": init_block(k, width) for i, k in enumerate(jax.random.split(key, layers))}
 
 
-def apply_blocks(params: dict, x: Array, head_width: int, *, causal: bool) -> Array:
+def apply_blocks(
+    params: dict, x: Array, head_width: int, *, causal: bool, remat: bool = False
+) -> Array:
     """The residual stream [B, T, D] after all blocks.
 
     Causal attention sees the past only and gets its sense of order from rotary positions;
-    otherwise positions must be in `x`.
+    otherwise positions must be in `x`. With `remat` the backward pass keeps only the stream
+    between blocks and computes the rest again.
     """
-    for i in range(len(params)):
-        block = params[f"block_{i}"]
+
+    def apply_block(block: dict, x: Array) -> Array:
         x = x + attention(block["attention"], rms_norm(x), head_width, causal=causal)
-        x = x + mlp(block["mlp"], rms_norm(x))
+        return x + mlp(block["mlp"], rms_norm(x))
+
+    if remat:
+        apply_block = jax.checkpoint(apply_block)
+    for i in range(len(params)):
+        x = apply_block(params[f"block_{i}"], x)
     return x
 
 

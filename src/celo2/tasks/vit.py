@@ -21,6 +21,7 @@ class ViTConfig:
     layers: int = 2
     head_width: int = 32
     classes: int = 10
+    remat: bool = False  # compute a block's activations again rather than keep them
 
     def __post_init__(self):
         check_heads(self.width, self.head_width)
@@ -34,6 +35,7 @@ class ViTConfig:
 
 CONFIGS = {
     "tiny": ViTConfig(),
+    "small": ViTConfig(side=32, channels=3, patch=4, width=64, layers=4),
     "cifar": ViTConfig(side=32, channels=3, patch=4, width=192, layers=6, head_width=64),
     "b16": ViTConfig(256, 3, 16, width=768, layers=12, head_width=64, classes=1000),
 }
@@ -56,7 +58,7 @@ def logits(params: dict, config: ViTConfig, images: Array) -> Array:
     """[B, classes] from images [B, side, side, channels], by the mean of the last tokens."""
     x = dense(params["patch_embed"], split_patches(images, config.patch))
     x = x + params["position"]["table"][None]
-    x = apply_blocks(params["blocks"], x, config.head_width, causal=False)
+    x = apply_blocks(params["blocks"], x, config.head_width, causal=False, remat=config.remat)
     return dense(params["head"], jnp.mean(rms_norm(x), axis=1))
 
 

@@ -1,0 +1,108 @@
+"""Compiles training steps at the paper's scale for a mesh of virtual devices, and measures them.
+
+    python benchmarks/scale.py --sizes gpt2 gpt3xl --mesh data=32
+
+No weights are allocated. For each size and optimizer: bytes on each device (arguments and
+temporaries) of the whole training step and of the optimizer alone, and the collectives of the
+optimizer. Writes one JSON line for each, and a table to stdout. Temporaries are those of XLA's CPU
+backend, which schedules for other things than memory: an upper bound for accelerators.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import tyro
+
+from celo2.evaluate.compiled import collectives, memory
+from celo2.evaluate.config import RunConfig, resolve
+from celo2.evaluate.norms import with_norms
+from celo2.evaluate.optimizers import load_rule, make_optimizer
+from celo2.evaluate.program import lower_advance
+from celo2.evaluate.setup import Setup, set_up
+from celo2.runs.mesh import make_mesh, parse_mesh
+
+OPTIMIZERS = ("adamw", "muon", "celo2-base", "celo2")
+FAST = {"xla_backend_optimization_level": 0}  # of machine code alone: the same program
+
+
+def main(
+    sizes: tuple[str, ...] = ("gpt2", "gpt3xl"),
+    optimizers: tuple[str, ...] = OPTIMIZERS,
+    mesh: str = "data=32",
+    batch: int = 32,
+    precision: str = "bfloat16",
+    whole_step: bool = True,
+    out: Path | None = None,
+) -> None:
+    """Compile, measure, print.
+
+    Args:
+        sizes: tasks of celo2.tasks.
+        optimizers: whose steps to compile.
+        mesh: the devices.
+        batch: examples in a step, over all devices.
+        precision: of the model's arithmetic.
+        whole_step: compile the forward and backward passes too.
+        out: a file to append the JSON lines to.
+    """
+    shape = parse_mesh(mesh)
+    jax.config.update("jax_num_cpu_devices", math.prod(shape.values()))
+    for size in sizes:
+        for optimizer in optimizers:
+            config = resolve(
+                RunConfig(size, optimizer, batch=batch, precision=precision, remat=True)
+            )
+            row = {"size": size, "optimizer": optimizer, "mesh": mesh, "batch": batch}
+            row |= measure(set_up(config, None, make_mesh(shape), blank=True), whole_step)
+            print(json.dumps(row), flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def measure(setup: Setup, whole_step: bool) -> dict:
+    """Parameters, and what the optimizer and the whole step take on one device."""
+    start = time.monotonic()
+    alone = compile_optimizer(setup)
+    found = {
+        "parameters": setup.sizes["parameters"],
+        "largest_tensor": max(math.prod(x.shape) for x in jax.tree.leaves(setup.abstract.params)),
+        "update": memory(alone),
+        "collectives": summarize(alone.as_text()),
+        "compile_seconds": round(time.monotonic() - start, 1),
+    }
+    if whole_step:
+        start = time.monotonic()
+        found["step"] = memory(lower_advance(setup)[1].compile(FAST))
+        found["step_compile_seconds"] = round(time.monotonic() - start, 1)
+    return found
+
+
+def compile_optimizer(setup: Setup):
+    """The optimizer's update of sharded parameters, from gradients that lie as they do."""
+    config = setup.config
+    tx = with_norms(make_optimizer(config, load_rule(config.optimizer), lambda count: 1e-3))
+    params, state = setup.abstract
+    places = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=places)
+    return step.lower(params, state, params).compile(FAST)
+
+
+def summarize(hlo: str) -> dict[str, dict[str, int]]:
+    """For each kind of collective: how many run, their bytes, and elements of the largest."""
+    runs, total, largest = Counter(), Counter(), Counter()
+    for sent in collectives(hlo):
+        runs[sent.name] += sent.times
+        total[sent.name] += sent.times * sent.bytes
+        largest[sent.name] = max(largest[sent.name], sent.elements)
+    return {
+        name: {"runs": runs[name], "bytes": total[name], "largest": largest[name]} for name in runs
+    }
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

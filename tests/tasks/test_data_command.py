@@ -1,0 +1,71 @@
+import pytest
+
+from celo2 import cli
+from celo2.tasks import documents, tokens
+from celo2.tasks.fetch import FetchError
+
+pytest.importorskip("tyro", reason="tyro is not installed")
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(20_000)))
+    return tmp_path / "a.txt"
+
+
+def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, capsys):
+    out = str(tmp_path / "out")
+    options = ["--from", str(text), str(text), "--tokenizer", "bytes", "--tokens", "1e5"]
+    assert cli.main(["data", "tokens", out, *options, "--valid-every", "4"]) == 0
+    captured = capsys.readouterr()
+    made = tokens.read_folder(out)
+    assert 100_000 <= made.train.count + made.valid.count < 120_000
+    assert f"{made.train.count:,} for train" in captured.out and made.checksum() in captured.out
+    assert "of 100,000 tokens" in captured.err
+    assert cli.main(["data", "check", out]) == 0
+    assert made.checksum() in capsys.readouterr().out
+
+
+def test_check_of_a_damaged_folder_is_one_line_and_status_2(tmp_path, text, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["data", "tokens", str(out), "--from", str(text), "--tokenizer", "bytes"]) == 0
+    (out / "train-00000.bin").write_bytes(bytes((out / "train-00000.bin").stat().st_size))
+    capsys.readouterr()
+    assert cli.main(["data", "check", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "damaged" in err
+
+
+def test_existing_folder_needs_force(tmp_path, text, capsys):
+    options = [str(tmp_path / "out"), "--from", str(text), "--tokenizer", "bytes"]
+    assert cli.main(["data", "tokens", *options]) == 0
+    assert cli.main(["data", "tokens", *options]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert cli.main(["data", "tokens", *options, "--force"]) == 0
+
+
+def test_offline_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+    def fail():
+        raise FetchError("no answer")
+
+    monkeypatch.setattr(documents, "check_online", fail)
+    monkeypatch.setattr(documents, "import_extra", lambda name: None)
+    options = [str(tmp_path / "out"), "--from", "fineweb-edu", "--tokenizer", "bytes"]
+    assert cli.main(["data", "tokens", *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("celo2: HuggingFaceFW/fineweb-edu") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "other"),
+    [
+        ("fetch", "--names", "--tokenizer"),
+        ("tokens", "--from", "--names"),
+        ("check", "STR", "--force"),
+    ],
+)
+def test_each_has_its_own_options(command, own, other, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["data", command, "--help"])
+    out = capsys.readouterr().out.replace("--help", "")
+    assert stopped.value.code == 0 and own in out and other not in out
