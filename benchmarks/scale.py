@@ -21,7 +21,7 @@ from celo2.evaluate.compiled import collectives, memory
 from celo2.evaluate.config import RunConfig, resolve
 from celo2.evaluate.norms import with_norms
 from celo2.evaluate.optimizers import load_rule, make_optimizer
-from celo2.evaluate.program import lower_advance
+from celo2.evaluate.program import in_mesh, lower_advance
 from celo2.evaluate.setup import Setup, set_up
 from celo2.runs.mesh import make_mesh, parse_mesh
 
@@ -89,7 +89,8 @@ def compile_optimizer(setup: Setup):
     params, state = setup.abstract
     places = jax.tree.map(lambda x: x.sharding, (params, state))
     step = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=places)
-    return step.lower(params, state, params).compile(FAST)
+    with in_mesh(setup.mesh):
+        return step.lower(params, state, params).compile(FAST)
 
 
 def summarize(hlo: str) -> dict[str, dict[str, int]]:

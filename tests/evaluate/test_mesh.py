@@ -11,6 +11,7 @@ from small_runs import of_kind
 from celo2 import cli
 from celo2.evaluate.sharding import leaf_spec
 from celo2.runs import records
+from celo2.runs.checkpoint import list_iterations
 from celo2.runs.mesh import parse_mesh
 from conftest import run_python
 from processes import run_processes, start_processes
@@ -68,7 +69,7 @@ def test_lost_process_ends_the_run_which_resumes_on_other_devices(tmp_path):
     options = [*RUN, "--optimizer", "adamw", "--steps", "60", "--out", str(tmp_path)]
     with ExitStack() as stack:
         first, second = start_processes(stack, 2, [*options, "--checkpoint-every", "4"])
-        while not list(tmp_path.glob("checkpoints/[0-9]*")):
+        while not list_iterations(tmp_path / "checkpoints"):
             assert first.poll() is None and second.poll() is None
             time.sleep(0.1)
         second.kill()
@@ -90,15 +91,17 @@ def test_mesh_is_read_and_refused_by_name():
             parse_mesh(wrong)
 
 
-def test_batch_that_devices_cannot_share_is_refused(tmp_path, capsys):
-    code = """
-from celo2 import cli
-raise SystemExit(cli.main(["run", "digits-mlp", "--batch", "6", "--mesh", "data=4"]))
-"""
-    with pytest.raises(AssertionError, match="batch=6 in 1 parts cannot be shared by 4 devices"):
-        run_python(code, devices=4)
-    assert cli.main([*RUN, "--mesh", "data=3", "--out", str(tmp_path)]) != 0
-    assert "has 3 places, and there are 1 devices" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("data=4", "batch=6 in 1 parts cannot be shared by 4 devices"),
+        ("data=3", "has 3 places, and there are 4 devices"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(tmp_path, mesh, message):
+    command = ["run", "digits-mlp", "--batch", "6", "--mesh", mesh, "--out", str(tmp_path)]
+    with pytest.raises(AssertionError, match=message):
+        run_python(f"from celo2 import cli; raise SystemExit(cli.main({command!r}))", devices=4)
 
 
 @pytest.mark.parametrize(

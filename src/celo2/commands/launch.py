@@ -52,8 +52,9 @@ def start_devices(launch: Launch, default: int = 1) -> None:
     """
     if launch.devices is not None and launch.devices < 1:
         raise ValueError(f"devices={launch.devices} must be at least 1.")
-    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", launch.devices or default)
+    devices = launch.devices or default
+    if devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
     if launch.several:
         found = _from_environment(launch)
         jax.distributed.initialize(found.coordinator, found.process_count, found.process_id)

@@ -68,7 +68,9 @@ def sweep(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
     if mesh is not None and (jobs > 1 or accelerators):
-        raise ValueError("--mesh puts every run on all devices: leave --jobs and --accelerators out.")
+        raise ValueError(
+            "--mesh puts every run on all devices: leave --jobs and --accelerators out."
+        )
     set_up_logging()
     folder = Path(out) if out else Path("runs") / plan.name
     if known is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any, NamedTuple
@@ -151,7 +152,13 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
         partial(_chain if setup.chained else _step, setup), donate_argnums=3, out_shardings=places
     )
     last = [count] if setup.chained else []
-    return metrics, advance.lower(setup.given, rate, seed, carry, *last)
+    with in_mesh(mesh):
+        return metrics, advance.lower(setup.given, rate, seed, carry, *last)
+
+
+def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
+    """Where optimizers find the mesh, to choose what its devices share."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:

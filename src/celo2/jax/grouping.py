@@ -13,13 +13,19 @@ from celo2.jax.trees import leaf_paths
 
 
 def for_each_shape(
-    function: Callable, jobs: list[tuple[Hashable, Any]], roles: list[str]
+    function: Callable,
+    jobs: list[tuple[Hashable, Any]],
+    roles: list[str],
+    begin: Callable | None = None,
+    end_together: Callable | None = None,
+    together: Callable[[int], bool] | None = None,
 ) -> list[Any]:
     """[function(static, job) for static, job in jobs], compiled once for each kind of job.
 
     Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
     program then grows with the number of shapes instead of tensors, and only one tensor's
-    temporaries are alive at a time.
+    temporaries are alive at a time. Where `together(number of jobs)`, only `begin` does, and
+    `end_together` takes the stack of its results; the two make up `function`.
     """
     # Under jit with automatic axes nobody knows a sharding yet, and a loop over tensors that are
     # sharded differently would reshard whole tensors. Those of one role are sharded alike.
@@ -35,6 +41,12 @@ def for_each_shape(
         members = [jobs[i][1] for i in indices]
         if len(members) == 1:
             results[indices[0]] = function(static, members[0])
+            continue
+        if together is not None and together(len(members)):
+            stacked = end_together(static, _in_a_loop(functools.partial(begin, static), members))
+            for place, i in enumerate(indices):
+                pick = functools.partial(lax.index_in_dim, index=place, keepdims=False)
+                results[i] = jax.tree.map(pick, stacked)
             continue
         stacked = _in_a_loop(functools.partial(function, static), members)
         for place, i in zip(_opaque_range(len(members)), indices, strict=True):

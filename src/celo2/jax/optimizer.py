@@ -16,8 +16,9 @@ from celo2.jax.moments import (
     init_moments,
     update_moments,
 )
+from celo2.jax.spread import is_worth_spreading, spread
 from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
-from celo2.jax.update import tensor_update
+from celo2.jax.update import newton_schulz, propose, settle
 from celo2.layout import Axes, MatrixView, axes_of
 from celo2.routing import Overrides
 from celo2.rule import Rule
@@ -112,18 +113,31 @@ def scale_by_celo2(
         dtype = old.momentum[0].dtype
         return new._replace(momentum=tuple(m.astype(dtype) for m in new.momentum)), moving
 
-    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array | None]:
+    def propose_one(axes: Axes, job: tuple) -> tuple[Array, Moments, Array]:
         param, grad, moments, moving = job
+        known = Moments((), None, None, None, moments.running_rms, moments.moves, None)
         if grad.size == 0:  # nothing to move, and nothing to take a mean of
-            return param, moments.running_rms
+            return param, known, moving
         # What does not move has a gradient of zeros, or one that is not finite.
         grad = jnp.where(moving, clip_gradient(grad), 0.0)
-        step, running_rms = tensor_update(
-            config, weights, axes, param, grad, moments, newton_schulz_dtype
-        )
+        proposal = propose(config, weights, axes, param, grad, moments)
+        return proposal, known, moving
+
+    def settle_one(axes: Axes, proposed: tuple, place=lambda function: function) -> tuple:
+        proposal, moments, moving = proposed
+        if proposal.size == 0:
+            return proposal, moments.running_rms
+        orthogonalize = place(functools.partial(newton_schulz, dtype=newton_schulz_dtype))
+        step, running_rms = settle(config, axes, proposal, moments, orthogonalize)
         if rolling:
             running_rms = jnp.where(moving, running_rms, moments.running_rms)
         return jnp.where(moving, step, 0.0), running_rms
+
+    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array | None]:
+        return settle_one(axes, propose_one(axes, job))
+
+    def update_stack(axes: Axes, stacked: tuple) -> tuple[Array, Array | None]:
+        return settle_one(axes, stacked, spread)
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -152,7 +166,10 @@ def scale_by_celo2(
             stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
         steps = []
-        results = for_each_shape(update_one, jobs, roles_of(params))
+        spreads = is_worth_spreading if config.orthogonalize else None
+        results = for_each_shape(
+            update_one, jobs, roles_of(params), propose_one, update_stack, spreads
+        )
         for i, (leaf, view, (step, running_rms)) in enumerate(
             zip(grads, views, results, strict=True)
         ):

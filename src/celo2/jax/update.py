@@ -24,25 +24,32 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPSILON = 1e-8
 
 
-def tensor_update(
-    config: RuleConfig,
-    weights: Weights,
-    axes: Axes,
-    param: Array,
-    grad: Array,
-    moments: Moments,
-    newton_schulz_dtype: Any = None,
-) -> tuple[Array, Array]:
-    """The update of one viewed tensor and its new `running_rms` (Algorithm 1, steps 4 to 7)."""
+def propose(
+    config: RuleConfig, weights: Weights, axes: Axes, param: Array, grad: Array, moments: Moments
+) -> Array:
+    """What the MLP makes of one viewed tensor's features (Algorithm 1, steps 4 and 5)."""
     parts = split_first_layer(config, weights["w0"], axes.matrix)
     kernels = normalize_inputs(parts, build_features(axes, param, grad, moments))
     # The features are built a second time rather than kept: XLA would store ten planes of them.
     param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
     outputs = apply_mlp(weights, kernels, build_features(axes, param, grad, moments))
-    update = FORMS[config.form](*outputs)
+    return FORMS[config.form](*outputs)
+
+
+def settle(
+    config: RuleConfig,
+    axes: Axes,
+    proposal: Array,
+    moments: Moments,
+    orthogonalize: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """The update that comes of a proposal, and its new `running_rms` (Algorithm 1, steps 6, 7).
+
+    A stack of proposals, with stacked moments, is settled as well.
+    """
     if config.orthogonalize and axes.matrix:
-        update = newton_schulz(update, dtype=newton_schulz_dtype)
-    return NORMS[config.norm](update, moments)
+        proposal = orthogonalize(proposal)
+    return NORMS[config.norm](proposal, moments)
 
 
 def normalize_inputs(parts: list[Array], features: Features) -> list[Array]:
