@@ -24,19 +24,44 @@ def train_both(make, steps: int = 2, **tolerance) -> None:
     assert_same(*models, **tolerance)
 
 
-def make_optimizer(model: nn.Module, compiled: bool) -> Celo2:
+def make_optimizer(model: nn.Module, compiled: bool, **options) -> Celo2:
+    overrides = {"weight": "rule"}
     return Celo2(
-        model, LR, rule=RULE, weight_decay=0.1, compile=compiled, overrides={"weight": "rule"}
+        model, LR, rule=RULE, weight_decay=0.1, compile=compiled, overrides=overrides, **options
     )
 
 
-def test_compiled_passes_equal_eager_ones_without_breaking_the_graph(monkeypatch):
+@pytest.fixture
+def trace_only(monkeypatch):
+    """Programs are traced whole but not built."""
+    torch._dynamo.reset()
+
     @functools.cache
-    def trace_only(function):
+    def compiled(function):
         return torch.compile(function, dynamic=True, fullgraph=True, backend="eager")
 
-    monkeypatch.setattr("celo2.torch.step._compiled", trace_only)
+    monkeypatch.setattr("celo2.torch.step._compiled", compiled)
+
+
+@pytest.mark.usefixtures("trace_only")
+def test_compiled_stages_equal_eager_ones_without_breaking_the_graph():
     train_both(make_optimizer, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("trace_only")
+def test_other_shapes_and_learning_rates_need_no_new_program():
+    model = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in ((5, 5), (7, 4)))
+    optimizer = make_optimizer(model, True, foreach=False)  # small ones would be stacked
+    model[0].weight.grad, model[1].weight.grad = (torch.ones_like(m.weight) for m in model)
+    optimizer.step()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        optimizer.param_groups[0]["lr"] /= 2
+        optimizer.step()
+        other = nn.ModuleList([nn.Linear(9, 6, bias=False), nn.Linear(8, 8, bias=False)])
+        optimizer = make_optimizer(other, True, foreach=False)
+        for layer in other:
+            layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
 
 
 def test_step_as_a_whole_can_be_compiled():

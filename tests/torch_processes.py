@@ -35,11 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import celo2.torch.step
 from celo2.layout import MatrixView
 from celo2.rule import CELO2_BASE
 from celo2.torch import Celo2
 from celo2.torch.tensors import aligned, frame_of
-from small import make_rule
+from small import SMALL, make_rule
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 5, 6, 4  # five rows over two processes: three and two
 LR = 2e-3
@@ -305,13 +306,15 @@ def full_state_of_two_processes_goes_on_in_one(here: Here):
     check_equal_to_one_process(single, "celo2", 5)
 
 
-def check_equal_to_plain(here: Here, shape: tuple[int, ...], placement, **options) -> None:
-    """Holds the steps on a DTensor to those on a plain tensor."""
+def check_equal_to_plain(
+    here: Here, shape: tuple[int, ...], placement, compile: bool = False, **options
+) -> None:
+    """Holds the steps on a DTensor, compiled or not, to eager ones on a plain tensor."""
     holder, plain = holder_of(here, shape, placement), nn.Module()
     plain.w = nn.Parameter(whole(holder.w.detach()).clone())
     plain.w.grad = whole(holder.w.grad).clone()
     for module in (holder, plain):
-        optimizer = Celo2(module, LR, **options)
+        optimizer = Celo2(module, LR, compile=compile and module is holder, **options)
         for _ in range(3):
             optimizer.step()
     torch.testing.assert_close(whole(holder.w), plain.w, rtol=1e-5, atol=1e-6)
@@ -326,6 +329,25 @@ def replicated_parameter_is_updated_as_a_plain_one(here: Here):
 def published_layout_of_a_sharded_stack_is_that_of_a_plain_one(here: Here):
     for shape in ((7, 5, 4), (3, 5, 4)):  # factored over the stack, and within its matrices
         check_equal_to_plain(here, shape, Shard(0), published=True)
+
+
+@scenario
+def compiled_passes_on_shards_equal_eager_ones_on_a_plain_tensor(here: Here):
+    traced = []
+
+    @functools.cache
+    def trace_only(function):
+        traced.append(function.__name__)
+        return torch.compile(function, dynamic=True, fullgraph=True, backend="eager")
+
+    module = celo2.torch.step
+    found, module._compiled = module._compiled, trace_only
+    try:
+        check_equal_to_plain(here, (6, 4), Shard(0), compile=True, rule=make_rule(SMALL))
+    finally:
+        module._compiled = found
+    # Between them processes add up what they have: that is not compiled.
+    assert traced == ["absorb", "sums_of_squares", "apply_mlp"], traced
 
 
 @scenario

@@ -120,11 +120,13 @@ def _build(config: RunConfig, data: str | PathLike | None, mesh: Mesh | None) ->
     compiled = advanced.compile()
     evaluate = jax.jit(partial(_evaluate, setup), out_shardings=_everywhere(mesh))
     number = put(0, jnp.int32, mesh)
+    with in_mesh(mesh):
+        evaluated = evaluate.lower(setup.given, setup.abstract, number)
     return Program(
         setup=setup,
         metrics=metrics,
         advance_compiled=compiled,
-        evaluate_compiled=evaluate.lower(setup.given, setup.abstract, number).compile(),
+        evaluate_compiled=evaluated.compile(),
         compile_seconds=time.monotonic() - start,
         temporary_bytes=_temporary_bytes(compiled),
     )

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,25 @@ from jax import Array, lax
 from celo2.jax.trees import leaf_paths
 
 
+class Together(NamedTuple):
+    """The same function in two parts, the second for a stack of jobs at once."""
+
+    is_worth: Callable[[int], bool]  # number of jobs -> whether to do so
+    begin: Callable  # static, job -> begun
+    end: Callable  # static, stack of begun -> stack of results
+
+
 def for_each_shape(
     function: Callable,
     jobs: list[tuple[Hashable, Any]],
     roles: list[str],
-    begin: Callable | None = None,
-    end_together: Callable | None = None,
-    together: Callable[[int], bool] | None = None,
+    together: Together | None = None,
 ) -> list[Any]:
     """[function(static, job) for static, job in jobs], compiled once for each kind of job.
 
     Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
     program then grows with the number of shapes instead of tensors, and only one tensor's
-    temporaries are alive at a time. Where `together(number of jobs)`, only `begin` does, and
-    `end_together` takes the stack of its results; the two make up `function`.
+    temporaries are alive at a time. With `together` they may only begin so.
     """
     # Under jit with automatic axes nobody knows a sharding yet, and a loop over tensors that are
     # sharded differently would reshard whole tensors. Those of one role are sharded alike.
@@ -42,8 +47,9 @@ def for_each_shape(
         if len(members) == 1:
             results[indices[0]] = function(static, members[0])
             continue
-        if together is not None and together(len(members)):
-            stacked = end_together(static, _in_a_loop(functools.partial(begin, static), members))
+        if together is not None and together.is_worth(len(members)):
+            begun = _in_a_loop(functools.partial(together.begin, static), members)
+            stacked = together.end(static, begun)
             for place, i in enumerate(indices):
                 pick = functools.partial(lax.index_in_dim, index=place, keepdims=False)
                 results[i] = jax.tree.map(pick, stacked)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.jax.grouping import for_each_shape, roles_of
+from celo2.jax.grouping import Together, for_each_shape, roles_of
 from celo2.jax.moments import (
     Moments,
     clip_gradient,
@@ -115,7 +115,7 @@ def scale_by_celo2(
 
     def propose_one(axes: Axes, job: tuple) -> tuple[Array, Moments, Array]:
         param, grad, moments, moving = job
-        known = Moments((), None, None, None, moments.running_rms, moments.moves, None)
+        known = moments._replace(momentum=(), rms=None, rows=None, cols=None)
         if grad.size == 0:  # nothing to move, and nothing to take a mean of
             return param, known, moving
         # What does not move has a gradient of zeros, or one that is not finite.
@@ -138,6 +138,10 @@ def scale_by_celo2(
 
     def update_stack(axes: Axes, stacked: tuple) -> tuple[Array, Array | None]:
         return settle_one(axes, stacked, spread)
+
+    together = Together(is_worth_spreading, propose_one, update_stack)
+    if not config.orthogonalize:
+        together = None
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -166,10 +170,7 @@ def scale_by_celo2(
             stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
         steps = []
-        spreads = is_worth_spreading if config.orthogonalize else None
-        results = for_each_shape(
-            update_one, jobs, roles_of(params), propose_one, update_stack, spreads
-        )
+        results = for_each_shape(update_one, jobs, roles_of(params), together)
         for i, (leaf, view, (step, running_rms)) in enumerate(
             zip(grads, views, results, strict=True)
         ):

@@ -12,12 +12,12 @@ from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-LEAST_BUSY = 0.5  # of the devices: below that, too many would stand by
+LEAST_BUSY = 0.25  # of the devices: below that, too many would stand by
 
 
 def is_worth_spreading(count: int) -> bool:
     """Whether the mesh set by `jax.set_mesh` has automatic axes, and `count` matrices keep at
-    least half of its devices busy."""
+    least a quarter of its devices busy."""
     mesh = jax.sharding.get_abstract_mesh()
     automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
     return automatic and mesh.size > 1 and count >= LEAST_BUSY * mesh.size

@@ -6,6 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 CHOP = 2.0  # standard deviations at which initial weights are cut
 
@@ -51,6 +53,9 @@ def along_last_axis(vector: Array, x: Array) -> Array:
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
+DATA_AXIS = "data"  # of a mesh, along which the examples of a batch are spread
+
+
 def rms_norm(x: Array, axes: tuple[int, ...] = (-1,)) -> Array:
     """`x` divided by its root mean square over `axes`."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axes, keepdims=True) + 1e-6)
@@ -68,3 +73,17 @@ def accuracy(logits: Array, labels: Array) -> Array:
     """The fraction of rows whose largest logit is the label's."""
     hits = jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels
     return jnp.mean(hits.astype(jnp.float32))
+
+
+def spread_examples(x: Array) -> Array:
+    """Examples along the first axis, spread over the data axis of the mesh that is set, if one is.
+
+    A table that is cut along its width would otherwise make XLA cut what is read from it in the
+    same way, and have every device compute the whole batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(DATA_AXIS) != AxisType.Auto or x.shape[0] % mesh.shape[DATA_AXIS]:
+        return x
+    rest = [P.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, P(DATA_AXIS, *rest))

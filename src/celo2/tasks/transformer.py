@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.tasks.layers import rms_norm, xavier_uniform
+from celo2.tasks.layers import rms_norm, spread_examples, xavier_uniform
 
 EXPANSION = 4  # F / D
 LONGEST_WAVE = 10_000.0  # of the rotary position code, over 2π tokens
@@ -57,8 +57,9 @@ def apply_blocks(
 
     if remat:
         apply_block = jax.checkpoint(apply_block)
+    x = spread_examples(x)
     for i in range(len(params)):
-        x = apply_block(params[f"block_{i}"], x)
+        x = spread_examples(apply_block(params[f"block_{i}"], x))
     return x
 
 

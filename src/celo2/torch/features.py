@@ -8,7 +8,7 @@ from torch import Tensor
 from celo2.layout import Axes
 from celo2.rule import RuleConfig, feature_rows
 from celo2.torch.blocks import Block, Extent, part
-from celo2.torch.moments import Moments, clean_gradient
+from celo2.torch.moments import Moments, clean_gradient, in_order
 
 CLIP = 0.1
 RMS_EPSILON = 1e-8
@@ -88,8 +88,7 @@ def factored_scales(axes: Axes, moments: Moments, extent: Extent) -> tuple[Tenso
         return (_floored_rsqrt(rows + FACTORED_EPSILON),)
     mean = extent.mean(rows.sum(axes.cols, keepdim=True), axes.cols)
     row_scale = _floored_rsqrt(rows / (mean + FACTORED_EPSILON))
-    scales = {axes.rows: row_scale, axes.cols: _floored_rsqrt(cols)}
-    return tuple(scales[over] for over in sorted(scales))
+    return in_order(axes, row_scale, _floored_rsqrt(cols))
 
 
 def _floored_rsqrt(x: Tensor) -> Tensor:

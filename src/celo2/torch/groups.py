@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from celo2.explanation import Explanation, Line
 from celo2.layout import MatrixView
-from celo2.routing import Overrides, Route
+from celo2.routing import Overrides, Route, check_overrides
 from celo2.rule import RuleConfig
 from celo2.torch.modules import Named, describe, route
 
@@ -92,6 +93,17 @@ def check_patterns(overrides: Overrides) -> None:
             ) from None
 
 
+def check_names(overrides: Overrides, groups: list[dict[str, Any]]) -> None:
+    """Raises a ValueError for overrides that reach no parameter."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if overrides and not names:
+        raise ValueError(
+            "overrides go by name, but Celo2 got parameters without names: pass the model "
+            "itself or model.named_parameters()."
+        )
+    check_overrides(overrides, names)
+
+
 def route_group(
     named: list[Named],
     config: RuleConfig,
@@ -135,3 +147,15 @@ def check_gradients(group: dict[str, Any]) -> None:
                 f"celo2 takes dense gradients, but {name_of(group, i)}'s is sparse: make its "
                 "embedding with sparse=False, or give it to torch.optim.SparseAdam."
             )
+
+
+def explain_groups(groups: list[dict[str, Any]]) -> Explanation:
+    """A line for each parameter: who updates it, why, and how it is seen."""
+    lines = Explanation()
+    for group in groups:
+        for i, (param, packed) in enumerate(zip(group["params"], group["routes"], strict=True)):
+            route, shape = unpack_route(packed), tuple(param.shape)
+            lines.append(
+                Line(name_of(group, i), shape, *route, route.view.shape(shape), param.numel())
+            )
+    return lines

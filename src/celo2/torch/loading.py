@@ -1,9 +1,11 @@
 """Loading a state_dict: what must fit, and what torch's own loading would change."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from celo2.rule import Rule
 from celo2.torch.groups import name_of, unpack_route
@@ -14,6 +16,39 @@ Groups = list[dict[str, Any]]
 
 # What a group keeps when a state is loaded: the state is held to it.
 OWN = ("rule", "rule_digest", "routes", "published")
+
+
+def load_state(
+    optimizer: Optimizer,
+    rules: Mapping[str, Rule],
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+) -> None:
+    """Loads by torch's own `load`, then puts back what the groups and the statistics keep."""
+    own = [dict(group) for group in optimizer.param_groups]
+    content: dict[str, Any] = {}
+
+    def look(_, loaded: dict[str, Any]) -> None:
+        check_content(optimizer.param_groups, rules, loaded)
+        content.update(loaded)
+
+    # The last of the hooks: it sees what the others have made of the content.
+    handle = optimizer.register_load_state_dict_pre_hook(look)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    for group, before in zip(optimizer.param_groups, own, strict=True):
+        # A setting may be newer than the saved state.
+        group.update({k: v for k, v in before.items() if k in OWN or k not in group})
+    restore_statistics(optimizer.param_groups, optimizer.state, content)
+    for group, saved in zip(optimizer.param_groups, content["param_groups"], strict=True):
+        if saved.get("rule_digest") != group["rule_digest"]:
+            warnings.warn(
+                f"The state was saved with another rule than {group['rule']}, which goes on "
+                "with it.",
+                stacklevel=3,  # the line that loads
+            )
 
 
 def check_content(groups: Groups, rules: Mapping[str, Rule], content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ Every array here is in its matrix view, (batch…, …, …) with the matrix las
 single row; it keeps the axes it was reduced over with length 1. All of them are updated in place.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,16 +68,19 @@ def update_moments(
     finite = peak.isfinite() if skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
     keep = finite.float()
-    # In the order of the axes, whichever is the largest: one compiled loop serves both cases.
-    means = {over: torch.zeros_like(x[0]) for over, x in _factored(axes, moments)}
+    over = (axes.rows, axes.cols) if axes.matrix else (axes.rows,)
+    factored = (moments.rows, moments.cols)[: len(over)]  # of a vector the column is not used
+    if axes.matrix:
+        # Whichever is the largest: one compiled loop serves both cases.
+        over, factored = in_order(axes, *over), in_order(axes, *factored)
+    means = [torch.zeros_like(x[0]) for x in factored]
     for block in blocks(grad.shape, whole=fuse is not as_it_is):
         large = (part(x, block) for x in (grad, finite, keep, moments.rms))
         momentum = [part(m, block) for m in moments.momentum]
-        sums = fuse(absorb)(config, tuple(sorted(means)), *large, momentum)
-        for over, total in zip(sorted(means), sums, strict=True):
-            part(means[over], block).add_(total)
-    for over, old in _factored(axes, moments):
-        mean = extent.mean(means[over], over)
+        for mean, total in zip(means, fuse(absorb)(config, over, *large, momentum), strict=True):
+            part(mean, block).add_(total)
+    for axis, mean, old in zip(over, means, factored, strict=True):
+        mean = extent.mean(mean, axis)
         for decay, moment in zip(config.factored_decays, old, strict=True):
             _decay(moment, mean, (1 - decay) * keep)
     _count(moments.moves, moving)
@@ -85,10 +88,9 @@ def update_moments(
     return finite, moving
 
 
-def _factored(axes: Axes, moments: Moments) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Each factored moment with what it is averaged over; of a vector the column is not used."""
-    found = [(axes.rows, moments.rows), (axes.cols, moments.cols)]
-    return found if axes.matrix else found[:1]
+def in_order(axes: Axes, rows: Any, cols: Any) -> tuple[Any, Any]:
+    """What belongs to a matrix's rows and to its columns, in the order of the axes reduced."""
+    return (rows, cols) if axes.rows[0] < axes.cols[0] else (cols, rows)
 
 
 def absorb(

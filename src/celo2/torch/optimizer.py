@@ -1,7 +1,5 @@
 """The rule as a `torch.optim.Optimizer`."""
 
-import contextlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from celo2.explanation import Explanation, Line
+from celo2.explanation import Explanation
 from celo2.layout import MatrixView
-from celo2.routing import Overrides, check_overrides
+from celo2.routing import Overrides
 from celo2.rule import Rule
 from celo2.torch.adam import move_by_adam
 from celo2.torch.groups import (
     Params,
     check_gradients,
+    check_names,
     check_params,
     check_patterns,
     check_settings,
+    explain_groups,
     list_params,
-    name_of,
     route_group,
     unpack_route,
 )
-from celo2.torch.loading import OWN, check_content, restore_statistics
+from celo2.torch.loading import load_state
 from celo2.torch.state import init_state
 from celo2.torch.step import Job, Options, move
-from celo2.torch.tensors import aligned, frame_of
+from celo2.torch.tensors import aligned, frame_of, full_precision
 from celo2.weights import as_rule, digest
 
 # As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
@@ -58,14 +57,12 @@ class Celo2(torch.optim.Optimizer):
             non-finite gradients go in, tensors without gradients drift.
         skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
             finite, and count it in the state's `skipped`. Default: not `published`.
-        hold_unused: keep a matrix still until its first non-zero gradient. Default: not
-            `published`.
+        hold_unused: keep a matrix still until its first non-zero gradient. Default: as above.
         momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
             instead of 16.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         maximize: ascend instead.
-        foreach: False updates every tensor by itself; by default small ones of one shape go
-            together.
+        foreach: False updates every tensor by itself; else small ones of one shape go together.
         capturable: for CUDA graphs: AdamW's step counts stay on the device.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
 
@@ -128,13 +125,7 @@ class Celo2(torch.optim.Optimizer):
         check_patterns(self._overrides)
         groups: Any = [{"params": params}] if isinstance(params, nn.Module) else params
         super().__init__(groups, defaults)
-        names = [name for group in self.param_groups for name in group.get("param_names", ())]
-        if self._overrides and not names:
-            raise ValueError(
-                "overrides go by name, but Celo2 got parameters without names: pass the model "
-                "itself or model.named_parameters()."
-            )
-        check_overrides(self._overrides, names)
+        check_names(self._overrides, self.param_groups)
 
     def _keep(self, rule: Rule | str | Path) -> str:
         """Loads a rule and gives the name that stands for it in parameter groups."""
@@ -218,7 +209,7 @@ class Celo2(torch.optim.Optimizer):
             by_device.setdefault(job.param.device, []).append(job)
         for device, some in by_device.items():
             config = self._rules[group["rule"]].config
-            with _full_precision(device):
+            with full_precision(device):
                 move(config, self._weights_on(group["rule"], device), some, options)
 
     def _weights_on(self, rule: str, device: torch.device) -> dict[str, Tensor]:
@@ -229,14 +220,7 @@ class Celo2(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """A printable table of who updates each parameter, why, and how it is seen."""
-        lines = Explanation()
-        for group in self.param_groups:
-            for i, (param, packed) in enumerate(zip(group["params"], group["routes"], strict=True)):
-                route, shape = unpack_route(packed), tuple(param.shape)
-                lines.append(
-                    Line(name_of(group, i), shape, *route, route.view.shape(shape), param.numel())
-                )
-        return lines
+        return explain_groups(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the rule's statistics keep their dtype.
@@ -244,30 +228,7 @@ class Celo2(torch.optim.Optimizer):
         Groups keep the rule and the routes that this optimizer was made with; a state that does
         not fit them is refused before anything is changed.
         """
-        own = [dict(group) for group in self.param_groups]
-        content: dict[str, Any] = {}
-
-        def look(_, loaded: dict[str, Any]) -> None:
-            check_content(self.param_groups, self._rules, loaded)
-            content.update(loaded)
-
-        # The last of the hooks: it sees what the others have made of the content.
-        handle = self.register_load_state_dict_pre_hook(look)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        for group, before in zip(self.param_groups, own, strict=True):
-            # A setting may be newer than the saved state.
-            group.update({k: v for k, v in before.items() if k in OWN or k not in group})
-        restore_statistics(self.param_groups, self.state, content)
-        for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
-            if saved.get("rule_digest") != group["rule_digest"]:
-                warnings.warn(
-                    f"The state was saved with another rule than {group['rule']}, which goes on "
-                    "with it.",
-                    stacklevel=2,
-                )
+        load_state(self, self._rules, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_rules", "_overrides", "_compile", "_weights")
@@ -286,10 +247,3 @@ class Celo2Base(Celo2):
     """
 
     default_rule = "celo2-base"
-
-
-def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Where a step is called inside autocast, its products of matrices stay in float32."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

@@ -1,5 +1,6 @@
 """Parameters as the rule sees them: matrix views in memory order, and parts of sharded ones."""
 
+import contextlib
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -50,15 +51,32 @@ def is_dtensor(x: Tensor) -> TypeGuard[Any]:  # Any: its module is slow to impor
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Where a step is called inside autocast, its products of matrices stay in float32."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def to_view(x: Tensor, view: MatrixView) -> Tensor:
     """A stored tensor as (batch…, ·, ·): memory shared where its strides allow it."""
+    if _is_stored(view):
+        return x
     return x.permute(view.order).reshape(view.shape(tuple(x.shape)))
 
 
 def from_view(x: Tensor, view: MatrixView, stored: torch.Size) -> Tensor:
     """The stored form of a viewed tensor."""
+    if _is_stored(view):
+        return x
     x = x.reshape([stored[axis] for axis in view.order])
     return x.permute(sorted(range(len(stored)), key=view.order.__getitem__))
+
+
+def _is_stored(view: MatrixView) -> bool:
+    """Whether the view has the stored axes as they are."""
+    single = len(view.rows) == len(view.columns) == 1
+    return single and view.order == tuple(range(len(view.order)))
 
 
 def _shards_of(param: Any, view: MatrixView) -> Shards | None:

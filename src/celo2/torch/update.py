@@ -1,14 +1,14 @@
-"""From features to an update: the MLP, the update form, Newton–Schulz, the output norm."""
+"""From features to an update: the MLP, the update form, orthogonalization, the output norm."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
-from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
+from celo2.torch.blocks import Block, Extent, Fuse, as_it_is, blocks, part
 from celo2.torch.features import (
     Inputs,
     build_planes,
@@ -16,19 +16,58 @@ from celo2.torch.features import (
     factored_scales,
     split_first_layer,
 )
-from celo2.torch.moments import Moments
+from celo2.torch.moments import Moments, in_order
+from celo2.torch.newton_schulz import newton_schulz
 
 Weights = Mapping[str, Tensor]
 
 EPSILON = 1e-9
 MAGNITUDE_SCALE = 0.001
 CLIP_RMS = 1.0
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ_EPSILON = 1e-8
+
+
+class FirstLayer(NamedTuple):
+    """The MLP's first layer with each column's normaliser multiplied in."""
+
+    factors: tuple[Tensor, ...]  # of `Inputs`, which the columns are made of
+    kernel: Tensor  # for the planes, (columns · hidden units, batch…, 1, 1)
+    offsets: list[Tensor]  # (hidden units, …): row features with the bias, and column features
 
 
 def tensor_update(
+    config: RuleConfig,
+    weights: Weights,
+    axes: Axes,
+    inputs: Inputs,
+    layer: FirstLayer,
+    extent: Extent,
+    newton_schulz_dtype: torch.dtype | None = None,
+    fuse: Fuse = as_it_is,
+) -> Tensor:
+    """One viewed tensor's update before its norm: steps 5 to 7 of Algorithm 1."""
+    channels = 1 if config.form == "d" else 2
+
+    def outputs(block: Block) -> Sequence[Tensor]:
+        kernel, *offsets = (part(x, block, stacked=True) for x in (layer.kernel, *layer.offsets))
+        cut = inputs.cut(block)
+        return fuse(apply_mlp)(weights, kernel, offsets, cut, axes.matrix, channels)
+
+    shape = inputs.grad.shape
+    cuts = list(blocks(shape, whole=fuse is not as_it_is))
+    if len(cuts) == 1:
+        planes = outputs(cuts[0])
+    else:
+        planes = inputs.grad.new_empty((channels, *shape), dtype=torch.float32)
+        for block in cuts:
+            for plane, found in zip(planes, outputs(block), strict=True):
+                part(plane, block).copy_(found)
+    update = FORMS[config.form](*planes, extent)
+    if config.orthogonalize and axes.matrix:
+        update = extent.own(newton_schulz(extent.gathered(update), dtype=newton_schulz_dtype))
+    return update
+
+
+def normalize_inputs(
     config: RuleConfig,
     weights: Weights,
     axes: Axes,
@@ -37,46 +76,11 @@ def tensor_update(
     finite: Tensor,
     moments: Moments,
     extent: Extent,
-    newton_schulz_dtype: torch.dtype | None = None,
     fuse: Fuse = as_it_is,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One viewed tensor's update, what scales it, and the new `running_rms`.
-
-    These are steps 4 to 7 of Algorithm 1.
-    """
+) -> FirstLayer:
+    """The first layer for a tensor whose moments have taken the gradient in: step 4."""
     factors = factored_scales(axes, moments, extent)
     inputs = Inputs(param, grad, finite, moments.rms, moments.momentum, factors)
-    kernel, offsets = normalize_inputs(config, weights, axes, inputs, moments, extent, fuse)
-    channels = 1 if config.form == "d" else 2
-    outputs = grad.new_empty((channels, *grad.shape), dtype=torch.float32)
-    for block in blocks(grad.shape, whole=fuse is not as_it_is):
-        kernel_part, *offset_parts = (part(x, block, stacked=True) for x in (kernel, *offsets))
-        result = fuse(apply_mlp)(
-            weights, kernel_part, offset_parts, inputs.cut(block), axes.matrix, channels
-        )
-        for output, plane in zip(outputs, result, strict=True):
-            part(output, block).copy_(plane)
-    update = FORMS[config.form](*outputs, extent)
-    if config.orthogonalize and axes.matrix:
-        update = extent.own(newton_schulz(extent.gathered(update), dtype=newton_schulz_dtype))
-    return update, *NORMS[config.norm](rms(update, extent), moments)
-
-
-def normalize_inputs(
-    config: RuleConfig,
-    weights: Weights,
-    axes: Axes,
-    inputs: Inputs,
-    moments: Moments,
-    extent: Extent,
-    fuse: Fuse,
-) -> tuple[Tensor, list[Tensor]]:
-    """The first layer with each column's normaliser multiplied in.
-
-    A kernel for the planes, (columns · hidden units, batch…, 1, 1), and what is added to their
-    product, (hidden units, …): row features with the bias, and column features.
-    """
-    grad = inputs.grad
     parts = split_first_layer(config, weights["w0"], axes.matrix)
     squares = grad.new_zeros((len(parts[0]), *grad.shape[:-2], 1, 1), dtype=torch.float32)
     for block in blocks(grad.shape, whole=fuse is not as_it_is):
@@ -85,15 +89,16 @@ def normalize_inputs(
     kernel = _normalized(parts[0], extent.mean(squares, MATRIX)).flatten(0, 1)
     bias = weights["b0"].view(-1, *[1] * grad.ndim)
     if not axes.matrix:
-        return kernel, [bias]
-    offsets = {}
+        return FirstLayer(factors, kernel, [bias])
+    offsets = []
     both = (axes.rows, axes.cols)
     for layer, stripes, reduced in zip(parts[1:], build_stripes(moments), both, strict=True):
-        kept = tuple(a for a in MATRIX if a not in reduced)
+        # Not `in`: under torch.compile it is wrong for numbers that may change.
+        kept = tuple([a for a in MATRIX if a != reduced[0]])
         squares = extent.mean(stripes.square().sum(MATRIX, keepdim=True), kept)
-        offsets[reduced] = (_normalized(layer, squares) * stripes[:, None]).sum(0)
-    first, second = (offsets[reduced] for reduced in sorted(offsets))
-    return kernel, [first + bias, second]
+        offsets.append((_normalized(layer, squares) * stripes[:, None]).sum(0))
+    first, second = in_order(axes, *offsets)
+    return FirstLayer(factors, kernel, [first + bias, second])
 
 
 def sums_of_squares(inputs: Inputs, matrix: bool) -> Tensor:
@@ -136,14 +141,14 @@ def _unit_by_unit(planes, kernel, offsets, layers) -> list[Tensor]:
     for h, column in enumerate(kernel.unbind(1)):
         unit: Any = sum(offset[h] for offset in offsets)
         for weight, plane in zip(column.unbind(0), planes, strict=True):
-            unit = torch.addcmul(unit, weight, plane)
+            unit = unit + weight * plane
         units.append(unit)
     for layer, bias in layers:
         inputs = [unit.relu() for unit in units]
         units = []
         for column, unit in zip(layer.unbind(1), bias.unbind(0), strict=True):
             for weight, plane in zip(column.unbind(0), inputs, strict=True):
-                unit = torch.addcmul(unit, weight, plane)
+                unit = unit + weight * plane
             units.append(unit)
     return units
 
@@ -169,52 +174,6 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         d * torch.exp(MAGNITUDE_SCALE * extent.mean(m.sum(MATRIX, keepdim=True), MATRIX))
     ),
 }
-
-
-def newton_schulz(
-    x: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Pushes the singular values of `x` towards 1, over its last two axes.
-
-    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough
-    (Algorithm 1, step 6).
-    """
-    # Transposed where rows > columns: the Gram matrix is then the smaller one.
-    if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, steps, dtype).mT
-    norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
-    y = (x / (norm + NEWTON_SCHULZ_EPSILON)).to(dtype or x.dtype)
-    y = y.reshape(-1, *y.shape[-2:])
-    if y.shape[-1] >= 2 * y.shape[-2]:
-        y = _gram_polynomial(y @ y.mT, steps) @ y
-    else:
-        a, b, c = NEWTON_SCHULZ
-        for _ in range(steps):
-            gram = y @ y.mT
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            y = torch.baddbmm(y, factor, y, beta=a)
-    return y.view(x.shape).to(x.dtype)
-
-
-def _gram_polynomial(gram: Tensor, steps: int) -> Tensor:
-    """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
-
-    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
-    multiply the small matrices and touch y only once more.
-    """
-    a, b, c = NEWTON_SCHULZ
-
-    def factor_of(gram: Tensor) -> Tensor:
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        return factor
-
-    total = factor = factor_of(gram)
-    for _ in range(steps - 1):
-        gram = factor @ gram @ factor
-        factor = factor_of(gram)
-        total = factor @ total
-    return total
 
 
 def rms(update: Tensor, extent: Extent) -> Tensor:
