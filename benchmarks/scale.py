@@ -1,11 +1,12 @@
 """Compiles training steps at the paper's scale for a mesh of virtual devices, and measures them.
 
-    python benchmarks/scale.py --sizes gpt2 gpt3xl --mesh data=32
+    python benchmarks/scale.py --sizes gpt2 --mesh data=32 --out docs/results/scale.jsonl
+    python benchmarks/scale.py --table docs/results/scale.jsonl
 
 No weights are allocated. For each size and optimizer: bytes on each device (arguments and
 temporaries) of the whole training step and of the optimizer alone, and the collectives of the
-optimizer. Writes one JSON line for each, and a table to stdout. Temporaries are those of XLA's CPU
-backend, which schedules for other things than memory: an upper bound for accelerators.
+optimizer, as a JSON line. The second form makes a table of the lines. Temporaries are those of
+XLA's CPU backend, which schedules for other things than memory: an upper bound for accelerators.
 """
 
 import json
@@ -37,6 +38,7 @@ def main(
     precision: str = "bfloat16",
     whole_step: bool = True,
     out: Path | None = None,
+    table: Path | None = None,
 ) -> None:
     """Compile, measure, print.
 
@@ -48,7 +50,11 @@ def main(
         precision: of the model's arithmetic.
         whole_step: compile the forward and backward passes too.
         out: a file to append the JSON lines to.
+        table: only print the table of such a file.
     """
+    if table is not None:
+        print(as_table([json.loads(line) for line in table.read_text().splitlines()]))
+        return
     shape = parse_mesh(mesh)
     jax.config.update("jax_num_cpu_devices", math.prod(shape.values()))
     for size in sizes:
@@ -62,6 +68,28 @@ def main(
             if out is not None:
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
+
+
+def as_table(rows: list[dict]) -> str:
+    """The rows in Markdown; memory in bytes for each parameter that a device holds, and in GB."""
+    lines = [
+        "| model, mesh | optimizer | parameters and state, B/p | temporaries of the update, B/p "
+        "| sent in the update, MB | collectives | of the largest array | whole step, GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        devices = math.prod(parse_mesh(row["mesh"]).values())
+        mine = row["parameters"] / devices
+        held = (row["step"]["arguments"] if "step" in row else math.nan) / mine
+        sent = row["collectives"].values()
+        kinds = ", ".join(f"{v['runs']} {k}" for k, v in row["collectives"].items())
+        largest = max(v["largest"] for v in sent) / row["largest_tensor"]
+        cells = [f"{row['size']}, {row['mesh']}", row["optimizer"], f"{held:.1f}"]
+        cells += [f"{row['update']['temporaries'] / mine:.1f}"]
+        cells += [f"{sum(v['bytes'] for v in sent) / 1e6:.1f}", kinds, f"{largest:.2%}"]
+        cells += [f"{row['step']['total'] / 1e9:.1f}" if "step" in row else "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def measure(setup: Setup, whole_step: bool) -> dict:

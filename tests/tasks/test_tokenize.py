@@ -260,6 +260,8 @@ def test_fineweb_is_streamed_until_the_limit(tmp_path, monkeypatch):
 
 
 def test_broken_stream_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
     def rows():
         yield {"text": "page"}
         raise ConnectionError("reset")
