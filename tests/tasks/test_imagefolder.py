@@ -91,7 +91,7 @@ def test_parts_are_the_rows_of_the_whole_batch(stream, split):
 
 
 def test_batch_that_cannot_be_divided_is_refused(stream):
-    with pytest.raises(ValueError, match="A batch of 4 images does not divide into 3 equal parts"):
+    with pytest.raises(ValueError, match="A batch of 4 rows does not divide into 3 equal parts"):
         take(stream, 1, part=Part(0, 3))
 
 

@@ -80,10 +80,8 @@ def set_up(
     def trainer(arrays: Any, rate: Array | float) -> Trainer:
         if not isinstance(problem, Task):
             return spec.train(problem, optimizer(rate))
-        one_by_one = not chained
-        return supervised(
-            problem._replace(data=arrays), optimizer(rate), 1 if one_by_one else batches
-        )
+        count = batches if chained else 1
+        return supervised(problem._replace(data=arrays), optimizer(rate), count)
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None

@@ -11,7 +11,7 @@ import numpy as np
 from celo2.tasks.augment import DRAWS, PAPER_AREA, Crop, crop_from
 from celo2.tasks.extra import import_extra
 from celo2.tasks.imagefolder import ImageFiles, Record
-from celo2.tasks.stream import Part, Split, Stream
+from celo2.tasks.stream import Part, Split, Stream, closing, rows_of_part
 
 WHOLE = Crop(0.0, 0.0, 1.0, 1.0, False)
 CHANNELS = 3
@@ -28,12 +28,7 @@ def stream(files: ImageFiles, batch: int, side: int) -> Stream:
     """
 
     def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[Any]:
-        if batch % part.count:
-            raise ValueError(
-                f"A batch of {batch} images does not divide into {part.count} equal parts: take a "
-                "multiple of the number of processes."
-            )
-        rows = batch // part.count
+        rows = rows_of_part(batch, first, part)
         images = _train(files, seed, side) if split == "train" else _valid(files, side)
         return _batches(images[first * batch + part.index :: part.count], rows)
 
@@ -96,11 +91,7 @@ def _batches(images: Any, rows: int) -> Iterator[Any]:
     grain = import_extra("grain")
     threads = os.cpu_count() or 1
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=AHEAD * rows)
-    found = iter(images.to_iter_dataset(options).batch(rows))
-    try:
-        yield from found
-    finally:
-        found.close()  # and its threads
+    return closing(iter(images.to_iter_dataset(options).batch(rows)))
 
 
 def _example(batch: int, side: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -1,13 +1,12 @@
 """Batches of token windows, read while a model trains: grain over a token folder."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 from celo2.tasks.extra import import_extra
-from celo2.tasks.stream import Part, Split, Stream
+from celo2.tasks.stream import Part, Split, Stream, closing, rows_of_part
 from celo2.tasks.text import Corpus
 from celo2.tasks.tokens import TokenFolder, Tokens, join, read
 
@@ -51,14 +50,14 @@ def stream(text: TokenFolder | Corpus, length: int, batch: int) -> Stream:
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
 
     def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[np.ndarray]:
-        rows = _check_part(batch, first, part)
+        rows = rows_of_part(batch, first, part)
         found = grain.MapDataset.source(windows[split])
         if split == "train":
             found = found.seed(seed).shuffle()
         found = found.repeat()[part.index :: part.count]
         # There is no remainder of an endless row, and without this, rows of 1 overflow its length.
         found = found.batch(rows, drop_remainder=True)[first:]
-        return _close_at_end(iter(found.to_iter_dataset(options)))
+        return closing(iter(found.to_iter_dataset(options)))
 
     example = jax.ShapeDtypeStruct((batch, length + 1), np.int32)
     return Stream(batches, example, text.checksum())
@@ -66,24 +65,3 @@ def stream(text: TokenFolder | Corpus, length: int, batch: int) -> Stream:
 
 def _as_tokens(tokens: Tokens | np.ndarray, vocab: int) -> Tokens:
     return tokens if isinstance(tokens, Tokens) else join([tokens], vocab)
-
-
-def _check_part(batch: int, first: int, part: Part) -> int:
-    if first < 0:
-        raise ValueError(f"first={first} is not the number of a batch: they begin with 0.")
-    if not 0 <= part.index < part.count:
-        raise ValueError(f"There is no part {part.index} of {part.count}: they begin with 0.")
-    if batch % part.count:
-        raise ValueError(
-            f"A batch of {batch} rows does not divide into {part.count} equal parts: take a "
-            "multiple of the number of processes."
-        )
-    return batch // part.count
-
-
-def _close_at_end(batches: Any) -> Iterator[np.ndarray]:
-    """The same, and its threads end with it."""
-    try:
-        yield from batches
-    finally:
-        batches.close()
