@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import celo2
-from celo2 import hub, weights
+from celo2 import encoding, hub
 from celo2.rule import CELO2, Rule, initial_weights
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -87,7 +87,7 @@ def test_address_that_is_none_is_refused(text):
 
 
 def test_pushed_rule_can_be_loaded(local_hub):
-    files = {"rule.safetensors": weights.to_bytes(RULE), "README.md": b"card"}
+    files = {"rule.safetensors": encoding.to_bytes(RULE), "README.md": b"card"}
     assert hub.push("ada/rules", files, private=True) == "hf://ada/rules"
     loaded = celo2.load("hf://ada/rules@v1")
     assert loaded.origin == RULE.origin
@@ -98,7 +98,7 @@ def test_pushed_rule_can_be_loaded(local_hub):
 
 
 def test_damaged_rule_on_the_hub_is_refused_by_its_address(local_hub):
-    hub.push("ada/rules", {"sub/x.safetensors": weights.to_bytes(RULE)[:-1]})
+    hub.push("ada/rules", {"sub/x.safetensors": encoding.to_bytes(RULE)[:-1]})
     with pytest.raises(ValueError, match="hf://ada/rules/sub/x.safetensors is not a usable rule"):
         celo2.load("hf://ada/rules/sub/x.safetensors")
 
@@ -111,12 +111,12 @@ def test_push_needs_a_repository(local_hub, repo):
 
 
 def test_model_card_says_how_to_load_and_what_it_is():
-    card = hub.model_card(RULE, "hf://ada/rules", weights.digest(RULE))
+    card = hub.model_card(RULE, "hf://ada/rules", encoding.digest(RULE))
     assert 'celo2.load("hf://ada/rules")' in card
     facts = json.loads(card.split("```json\n")[1].split("```")[0])
     assert facts["config"]["hidden"] == [8, 8]
     assert facts["origin"] == {"trained": "by hand"}
-    assert facts["sha256"] == weights.digest(RULE)
+    assert facts["sha256"] == encoding.digest(RULE)
 
 
 def test_offline_wish_is_honoured_without_touching_the_network(local_hub, monkeypatch):

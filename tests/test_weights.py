@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import celo2
+from celo2 import encoding, weights
 from celo2 import published as published_module
-from celo2 import weights
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Rule, RuleConfig, initial_weights
 
 REPOSITORY = Path(__file__).parents[1]
@@ -106,19 +106,19 @@ def test_jax_and_wider_arrays_are_stored_as_float32():
     rule = make_rule()
     for wider in (jnp.asarray, lambda w: w.astype(np.float64), lambda w: w[..., ::1]):
         other = Rule(CELO2, {name: wider(w) for name, w in rule.weights.items()}, ORIGIN)
-        assert same(weights.from_bytes(weights.to_bytes(other), "rule"), rule)
+        assert same(encoding.from_bytes(encoding.to_bytes(other), "rule"), rule)
     short = Rule(CELO2, {n: jnp.asarray(w, jnp.bfloat16) for n, w in rule.weights.items()})
-    assert weights.from_bytes(weights.to_bytes(short), "rule").weights["w0"].dtype == np.float32
+    assert encoding.from_bytes(encoding.to_bytes(short), "rule").weights["w0"].dtype == np.float32
 
 
 def test_equal_rules_make_equal_files_in_another_process():
     code = (
-        "import numpy as np, celo2; from celo2 import weights; from celo2.rule import *\n"
+        "import numpy as np, celo2; from celo2 import encoding; from celo2.rule import *\n"
         "rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(1)), {'a': 1})\n"
-        "print(weights.to_bytes(rule).hex())"
+        "print(encoding.to_bytes(rule).hex())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == weights.to_bytes(make_rule(origin={"a": 1})).hex()
+    assert run.stdout.strip() == encoding.to_bytes(make_rule(origin={"a": 1})).hex()
 
 
 json_values = st.recursive(
@@ -132,7 +132,7 @@ json_values = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_origin_is_preserved_exactly(origin):
-    rule = weights.from_bytes(weights.to_bytes(make_rule(origin=origin)), "rule")
+    rule = encoding.from_bytes(encoding.to_bytes(make_rule(origin=origin)), "rule")
     assert rule.origin == origin
     assert json.dumps(rule.origin) == json.dumps(origin)  # tells 1 from 1.0 and True, 0.0 from -0.0
 
@@ -143,14 +143,14 @@ def test_origin_is_preserved_exactly(origin):
 )
 def test_origin_that_json_would_change_is_refused(origin):
     with pytest.raises(ValueError, match="origin"):
-        weights.to_bytes(make_rule(origin=origin))
+        encoding.to_bytes(make_rule(origin=origin))
 
 
 def test_origin_that_holds_itself_is_refused():
     origin = {}
     origin["self"] = origin
     with pytest.raises(ValueError, match="origin"):
-        weights.to_bytes(make_rule(origin=origin))
+        encoding.to_bytes(make_rule(origin=origin))
 
 
 # Saving
@@ -169,14 +169,14 @@ def test_values_that_float32_cannot_hold_are_not_saved(tmp_path, value):
 def test_arrays_that_are_not_floating_point_are_not_saved(dtype):
     bad = {**make_rule().weights, "b1": np.zeros(8, dtype)}
     with pytest.raises(ValueError, match="b1 has dtype"):
-        weights.to_bytes(Rule(CELO2, bad))
+        encoding.to_bytes(Rule(CELO2, bad))
 
 
 def test_rules_too_large_to_load_are_not_saved():
     wide = RuleConfig(hidden=(4096, 4096))
     zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes(wide).items()}
     with pytest.raises(ValueError, match="at most"):
-        weights.to_bytes(Rule(wide, zeros))
+        encoding.to_bytes(Rule(wide, zeros))
 
 
 def shapes(config):
@@ -307,7 +307,7 @@ def repeat_first_array(data):
 def test_damaged_file_is_refused_with_the_reason(tmp_path, name):
     damage, message = DAMAGE[name]
     path = tmp_path / "rule.safetensors"
-    path.write_bytes(damage(weights.to_bytes(make_rule())))
+    path.write_bytes(damage(encoding.to_bytes(make_rule())))
     with pytest.raises(ValueError, match=message) as caught:
         celo2.load(path)
     assert str(path) in str(caught.value)
@@ -319,13 +319,13 @@ def test_non_finite_weight_is_refused_even_with_a_right_digest(monkeypatch):
     rule.weights["w1"][0, 0] = np.inf
     isfinite = np.isfinite
     monkeypatch.setattr(np, "isfinite", lambda x: np.ones_like(x, bool))
-    data = weights.to_bytes(rule)
+    data = encoding.to_bytes(rule)
     monkeypatch.setattr(np, "isfinite", isfinite)
     with pytest.raises(ValueError, match="w1 holds values that are infinite"):
-        weights.from_bytes(data, "rule")
+        encoding.from_bytes(data, "rule")
 
 
-FILE = weights.to_bytes(make_rule())
+FILE = encoding.to_bytes(make_rule())
 flips = st.lists(st.tuples(st.integers(0, len(FILE) - 1), st.integers(1, 255)), max_size=3)
 
 
@@ -336,7 +336,7 @@ def test_any_damage_is_noticed(changes, length):
     for position, mask in changes:
         data[position] ^= mask
     try:
-        rule = weights.from_bytes(bytes(data[:length]), "rule")
+        rule = encoding.from_bytes(bytes(data[:length]), "rule")
     except ValueError:
         return
     assert same(rule, make_rule())
@@ -353,7 +353,7 @@ def test_any_metadata_is_a_rule_or_a_value_error(value):
         edit_array("w0", shape=value),
     ):
         with pytest.raises(ValueError):
-            weights.from_bytes(rewrite(FILE, change), "rule")
+            encoding.from_bytes(rewrite(FILE, change), "rule")
 
 
 def test_absent_file_is_file_not_found(tmp_path):
@@ -374,9 +374,9 @@ def test_folder_and_device_are_refused(tmp_path):
 
 
 def test_oversize_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_parse", None)
+    monkeypatch.setattr(encoding, "_parse", None)
     with open(tmp_path / "large.safetensors", "wb") as file:
-        file.truncate(weights.MAX_FILE + 1)  # a hole: nothing is written
+        file.truncate(encoding.MAX_FILE + 1)  # a hole: nothing is written
     with pytest.raises(ValueError, match="larger than 64 MB"):
         celo2.load(tmp_path / "large.safetensors")
 
@@ -486,7 +486,7 @@ def test_conversion_joins_the_blocks_and_infers_the_widths(tmp_path, config):
     assert rule.config == config
     assert all(np.array_equal(rule.weights[name], expected[name]) for name in expected)
     assert rule.origin["converted_from"] == "theta.state"
-    assert same(weights.from_bytes(weights.to_bytes(rule), "rule"), rule)
+    assert same(encoding.from_bytes(encoding.to_bytes(rule), "rule"), rule)
 
 
 def test_conversion_joins_chunked_and_wider_arrays(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import celo2
-from celo2 import hub, published, weights
+from celo2 import encoding, hub, published, weights
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Form, Norm, Rule, Vectors, feature_width
 
 PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
@@ -118,9 +118,9 @@ def push(
     chosen = weights.as_rule(rule)
     address = hub.PREFIX + repo + ("" if file == hub.FILE else f"/{file}")
     hub.parse_address(address)
-    files = {file: weights.to_bytes(chosen)}
+    files = {file: encoding.to_bytes(chosen)}
     if card:
-        files["README.md"] = hub.model_card(chosen, address, weights.digest(chosen)).encode()
+        files["README.md"] = hub.model_card(chosen, address, encoding.digest(chosen)).encode()
     hub.push(repo, files, private=private)
     print(f'Pushed. Use it with celo2.load("{address}").')
 
@@ -219,8 +219,8 @@ def _facts(rule: Rule) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(rule.config),
         "parameters": _count(rule),
-        "bytes": len(weights.to_bytes(rule)),
-        "sha256": weights.digest(rule),
+        "bytes": len(encoding.to_bytes(rule)),
+        "sha256": encoding.digest(rule),
         "origin": dict(rule.origin),
         "feature_norms": _feature_norms(rule),
     }

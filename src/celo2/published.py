@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from celo2.encoding import float32, printable, unique
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes
-from celo2.weights import float32, printable, read_file, unique
+from celo2.weights import read_file
 
 BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
 

@@ -8,6 +8,7 @@ import pytest
 from small_runs import of_kind
 
 from celo2 import cli
+from celo2.evaluate.find import find
 from celo2.runs import checkpoint, records
 
 pytest.importorskip("tyro")
@@ -22,6 +23,67 @@ def test_run_is_recorded_and_told_in_a_line(tmp_path, capsys, monkeypatch):
     assert folder.name.startswith("digits-mlp_adamw_lr0.001_")
     assert f"records in runs/{folder.name}" in capsys.readouterr().err
     assert records.read(folder / "records.jsonl")[-1]["kind"] == "end"
+
+
+OWN_TASK = """
+import jax.numpy as jnp
+import jax
+from celo2.tasks import Task
+
+def line(batch=8):
+    def sample(data, key, split):
+        x = jax.random.normal(key, (batch, 4))
+        return x, x @ data
+    def loss(params, pair):
+        value = jnp.mean((pair[0] @ params["w"] - pair[1]) ** 2)
+        return value, {"loss": value}
+    return Task(lambda key: {"w": jnp.zeros((4, 3))}, sample, loss, jnp.ones((4, 3)))
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    """A module of that name in the current folder."""
+    (tmp_path / "own_tasks.py").write_text(OWN_TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_tasks", None)
+    find.cache_clear()
+
+
+@pytest.mark.usefixtures("own_tasks")
+def test_task_of_ones_own_is_trained_by_its_address(tmp_path):
+    command = ["run", "own_tasks:line", "--optimizer", "adamw", "--learning-rate", "0.05"]
+    assert cli.main([*command, "--steps", "60", "--out", "run", "--data", "."]) == 0
+    rows = records.read(tmp_path / "run" / "records.jsonl")
+    assert rows[0]["config"]["batch"] == 8 and rows[0]["sizes"]["parameters"] == 12
+    assert rows[-1]["score"] < 0.1 * rows[1]["metrics"]["loss"]
+    assert cli.main([*command, "--steps", "2", "--batch", "4", "--out", "four"]) == 0
+
+
+@pytest.mark.usefixtures("own_tasks")
+def test_what_makes_no_task_is_told(capsys):
+    for name, message in (
+        ("own_tasks:nothing", "returned a int, not a Task"),
+        ("own_tasks:other", "own_tasks has no 'other'"),
+        ("own_tasks:OWN", "own_tasks has no 'OWN'"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+    ):
+        assert cli.main(["run", name, "--steps", "2", "--out", "run"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_records_go_to_tensorboard_too(tmp_path):
+    pytest.importorskip("tensorboardX")
+    options = [*OPTIONS, "--steps", "4", "--out", str(tmp_path), "--tensorboard"]
+    assert cli.main(["run", "digits-mlp", *options]) == 0
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content = file.read_bytes()
+    assert b"train/metrics/loss" in content and b"valid/metrics/loss" in content
 
 
 def test_diverged_run_has_status_3(tmp_path, capsys):

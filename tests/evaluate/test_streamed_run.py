@@ -8,6 +8,7 @@ from celo2.evaluate import RunConfig
 from celo2.runs import records
 from celo2.tasks.stream import Part
 from conftest import run_python
+from processes import run_processes
 
 pytest.importorskip("grain")
 
@@ -46,6 +47,11 @@ def test_other_seed_sees_other_batches_and_equal_validation(tmp_path, folder):
     assert first != second
 
 
+def losses(out) -> list[float]:
+    rows = of_kind(records.read(out / "records.jsonl"), "train", "valid")
+    return [row["metrics"]["loss"] for row in rows]
+
+
 @pytest.mark.slow
 def test_streamed_batches_on_a_mesh_give_the_losses_of_one_device(tmp_path, folder):
     train(tmp_path / "one", config_of(folder))
@@ -56,14 +62,18 @@ list(run({config_of(folder)!r}, {str(tmp_path / "four")!r},
          mesh=make_mesh({{"data": 2, "model": 2}})))
 """
     run_python(code, devices=4, timeout=300)
-    one, four = (
-        [
-            r["metrics"]["loss"]
-            for r in of_kind(records.read(tmp_path / n / "records.jsonl"), "train")
-        ]
-        for n in ("one", "four")
-    )
-    np.testing.assert_allclose(four, one, rtol=2e-5)
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_that_read_their_own_rows_give_the_losses_of_one(tmp_path, folder):
+    options = f"run text-tiny --optimizer adamw --learning-rate 1e-2 --text {folder} --batch 4 "
+    options += "--record-every 2 --evaluate-every 6 --evaluation-batches 3 --steps 6"
+    train(tmp_path / "one", config_of(folder))
+    for mesh in ("data=4", "data=2,model=2"):
+        out = tmp_path / mesh
+        run_processes(2, [*options.split(), "--mesh", mesh, "--out", str(out)])
+        np.testing.assert_allclose(losses(out), losses(tmp_path / "one"), rtol=2e-5)
 
 
 def test_parts_of_two_processes_make_up_the_batch_of_one(folder):

@@ -6,6 +6,7 @@ import pytest
 from tiny_runs import TINY, digest, newest, of_kind, run, shared_build, shared_programs, tiny
 
 import celo2
+from celo2.encoding import digest as digest_of
 from celo2.metatrain import (
     Diverged,
     Limits,
@@ -21,7 +22,6 @@ from celo2.rule import CELO2, Rule, initial_weights
 from celo2.runs import checkpoint, records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunRefused
-from celo2.weights import digest as digest_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]

@@ -159,6 +159,8 @@ def test_trackers_get_the_numbers_of_a_row(tmp_path, monkeypatch):
     row = {"kind": "train", "iteration": 3, "loss": 1.5, "losses": {"mnist": 2.0}, "x": None}
     assert trackers.scalars(row) == {"train/loss": 1.5, "train/losses/mnist": 2.0}
     assert trackers.scalars({"kind": "end", "iteration": 3}) == {}
+    row = {"kind": "valid", "step": 3, "metrics": {"loss": 1.5}}
+    assert trackers.scalars(row) == {"valid/metrics/loss": 1.5}
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,6 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
-    send: list[trackers.Tracker] = []
     rows = metatrain(
         options.meta,
         options.out,
@@ -145,28 +144,21 @@ def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
         limits=Limits(options.max_weight_norm, options.patience),
         stop=asked,
     )
-    for row in rows:
-        if row["kind"] == "start" and jax.process_index() == 0:
-            send = _trackers(options)  # not before: the run may have been refused
-        for tracker in send:
-            tracker(row)
-        yield row
+    if jax.process_index() != 0:
+        return rows
+    return trackers.tracked(
+        rows,
+        Path(options.out),
+        to_fields(options.meta),
+        to_tensorboard=options.tensorboard,
+        to_wandb=options.wandb,
+    )
 
 
 def _held_out(options: Options) -> Callable[[Rule], dict[str, Any]] | None:
     if options.try_every < 1:
         return None
     return lambda rule: heldout.try_rule(rule, heldout.problems(size=options.try_size))
-
-
-def _trackers(options: Options) -> list[trackers.Tracker]:
-    out = Path(options.out)
-    chosen = []
-    if options.tensorboard:
-        chosen.append(trackers.tensorboard(out))
-    if options.wandb:
-        chosen.append(trackers.wandb(out, to_fields(options.meta)))
-    return chosen
 
 
 def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,8 @@
 """`celo2 plot`: the figures of a meta-training run or of a sweep."""
 
+import os
+import sys
+
 from celo2.evaluate.comparison import is_sweep
 from celo2.evaluate.plots import plot_sweep
 from celo2.metatrain.plots import plot_run
@@ -15,5 +18,6 @@ def plot(run: str, out: str | None = None) -> None:
         run: the folder of the run, or of the sweep's runs.
         out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
     """
+    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
     for path in plot_sweep(run, out) if is_sweep(run) else plot_run(run, out):
         print(path)

@@ -11,10 +11,12 @@ import tyro
 from celo2.commands.launch import ALONE, Launch, ending_together, start_mesh
 from celo2.commands.meta_train import DIVERGED, set_up_logging
 from celo2.commands.signals import stop_on_signal
+from celo2.commands.trackers import tracked
 from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
 from celo2.evaluate.config import resolve
 from celo2.evaluate.results import name_of
+from celo2.runs.fields import to_fields
 from celo2.runs.processes import is_primary
 
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
@@ -28,6 +30,8 @@ def run(
     dry_run: bool = False,
     checkpoint_every: int | None = None,
     keep: bool = False,
+    tensorboard: bool = False,
+    wandb: bool = False,
     mesh: str | None = None,
     launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
@@ -44,6 +48,8 @@ def run(
         dry_run: only show what the run would be; needs no data.
         checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
         keep: leave the last checkpoint of a finished run where it is.
+        tensorboard: write the records' numbers to the folder's tensorboard too.
+        wandb: send them to the project celo2 of Weights & Biases too.
         mesh: how many devices share the batch and the parameters, and how many each layer, such as
             data=4,model=2; by default one device, or all on data if there are several processes.
         launch: processes and devices; by default as many CPU devices as the mesh needs.
@@ -67,6 +73,10 @@ def run(
             keep=keep,
             stop=asked,
         )
+        if is_primary():
+            rows = tracked(
+                rows, folder, to_fields(config), to_tensorboard=tensorboard, to_wandb=wandb
+            )
         *_, last = show(rows, config) if is_primary() else rows
     if last["kind"] != "end":
         say(f"stopped; continue with --resume --out {folder}")

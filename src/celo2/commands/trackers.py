@@ -1,9 +1,10 @@
 """Rows sent to TensorBoard or Weights & Biases; either is imported only when asked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+COUNTS = ("iteration", "step")
 Tracker = Callable[[dict[str, Any]], None]
 
 
@@ -19,7 +20,7 @@ def tensorboard(out: Path) -> Tracker:
 
     def send(row: dict[str, Any]) -> None:
         for name, value in scalars(row).items():
-            writer.add_scalar(name, value, row["iteration"])
+            writer.add_scalar(name, value, _count(row))
         if row["kind"] == "end":
             writer.close()
 
@@ -36,7 +37,7 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
 
     def send(row: dict[str, Any]) -> None:
         if values := scalars(row):
-            run.log(values, step=row["iteration"])
+            run.log(values, step=_count(row))
         if row["kind"] == "end":
             run.finish()
 
@@ -44,10 +45,34 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a train or heldout row, `train/losses/mnist` and the like."""
-    if row["kind"] not in ("train", "heldout"):
+    """The numbers of a train, valid or heldout row, `train/losses/mnist` and the like."""
+    if row["kind"] not in ("train", "valid", "heldout"):
         return {}
-    return {f"{row['kind']}/{name}": v for name, v in _flatten(row) if name != "iteration"}
+    return {f"{row['kind']}/{name}": v for name, v in _flatten(row) if name not in COUNTS}
+
+
+def tracked(
+    rows: Iterable[dict[str, Any]],
+    out: Path,
+    config: dict[str, Any],
+    *,
+    to_tensorboard: bool,
+    to_wandb: bool,
+) -> Iterator[dict[str, Any]]:
+    """The rows, each sent on first; trackers start with the first row, as a run may be refused."""
+    send: list[Tracker] | None = None
+    for row in rows:
+        if send is None:
+            send = [tensorboard(out)] if to_tensorboard else []
+            send += [wandb(out, config)] if to_wandb else []
+        for tracker in send:
+            tracker(row)
+        yield row
+
+
+def _count(row: dict[str, Any]) -> int:
+    """How far a run is: in iterations of meta-training, or in steps."""
+    return next(row[name] for name in COUNTS if name in row)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

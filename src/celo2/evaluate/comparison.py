@@ -10,11 +10,11 @@ from statistics import median
 from typing import NamedTuple
 
 from celo2.evaluate.config import RunConfig, from_fields, resolve
+from celo2.evaluate.find import find
 from celo2.evaluate.packed import is_packed, read_packed
 from celo2.evaluate.results import Best, Outcome, find_best, setting_cost
 from celo2.runs import records
 from celo2.runs.records import Row
-from celo2.tasks import find
 
 BASELINE = "adamw"
 Point = tuple[float, float]  # step, value

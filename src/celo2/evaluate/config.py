@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from celo2.evaluate.find import find
 from celo2.runs.digest import digest_json
 from celo2.runs.fields import replace_fields, to_fields
-from celo2.tasks import find
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]
@@ -24,7 +24,7 @@ class RunConfig:
     """A training run; equal configs, data and rules make equal records on equal hardware.
 
     Args:
-        task: a name of celo2.tasks.TASKS.
+        task: a name of celo2.tasks.TASKS, or `module:function`, which makes a celo2.tasks.Task.
         optimizer: celo2, celo2-base, celo2-rms0.2, adamw, muon, sgd, lion, a rule file, an hf://
             address, or `module:function`, called with (schedule, weight_decay).
         label: the optimizer's name in tables; the optimizer itself by default.

@@ -15,9 +15,11 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from celo2.encoding import digest as digest_rule
 from celo2.evaluate.adapt import accumulated, in_precision
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.feed import place_arrays
+from celo2.evaluate.find import find
 from celo2.evaluate.norms import group_leaves, with_norms
 from celo2.evaluate.optimizers import load_rule, make_optimizer
 from celo2.evaluate.schedules import schedule_shape
@@ -30,9 +32,8 @@ from celo2.evaluate.sharding import (
 )
 from celo2.runs.digest import digest_arrays, name_arrays
 from celo2.runs.mesh import DATA
-from celo2.tasks import Task, TaskSpec, Trainer, find, supervised
+from celo2.tasks import Task, TaskSpec, Trainer, supervised
 from celo2.tasks.stream import Stream
-from celo2.weights import digest as digest_rule
 
 
 class Setup(NamedTuple):
@@ -136,9 +137,14 @@ def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
     """`make` with the options that were given, if it takes them."""
     takes = inspect.signature(make).parameters
     given = {name: value for name, value in options.items() if value is not None}
+    if ":" in task and "data" not in takes:
+        given.pop("data", None)  # a folder for all tasks of a sweep
     if unknown := [name for name in given if name not in takes]:
         raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} is nothing that {task} takes.")
-    return make(**given)
+    made = make(**given)
+    if ":" in task and find(task).train is supervised and not isinstance(made, Task):
+        raise ValueError(f"task={task!r} returned a {type(made).__name__}, not a Task.")
+    return made
 
 
 def _adapt(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:

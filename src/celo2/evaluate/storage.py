@@ -11,10 +11,11 @@ from jax.sharding import SingleDeviceSharding
 from celo2.evaluate.config import RunConfig, from_fields
 from celo2.evaluate.setup import Setup
 from celo2.runs import checkpoint, records
+from celo2.runs.digest import like_tree
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunFolder, RunRefused
 from celo2.runs.machine import version
-from celo2.runs.processes import in_primary, share_checkpoint
+from celo2.runs.processes import in_primary, restore_newest
 
 
 class Start(NamedTuple):
@@ -37,17 +38,17 @@ def identity(config: RunConfig, setup: Setup) -> dict[str, Any]:
 
 def find_start(folder: RunFolder, setup: Setup, config: RunConfig, resume: bool) -> Start | None:
     """The newest whole checkpoint, None to begin; leaves the folder ready to be written."""
-    found = in_primary(lambda: _prepare(folder, setup, config, resume))
-    found = share_checkpoint(folder.checkpoints, found)
+    in_primary(lambda: _check(folder, setup, config, resume))
+    found, damages = restore_newest(folder.checkpoints, _on_devices(setup.abstract))
+    step = None if found is None else found.iteration
+    in_primary(lambda: _make_ready(folder, identity(config, setup), step, damages))
     if found is None:
         return None
-    state = _with_keys(checkpoint.place(found.arrays, _on_devices(setup.abstract)), setup.abstract)
+    state = _with_keys(like_tree(setup.abstract, found.arrays), setup.abstract)
     return Start(found.iteration, state, found.meta["seconds"])
 
 
-def _prepare(
-    folder: RunFolder, setup: Setup, config: RunConfig, resume: bool
-) -> checkpoint.Checkpoint | None:
+def _check(folder: RunFolder, setup: Setup, config: RunConfig, resume: bool) -> None:
     stored = folder.read_config()
     if stored is not None and not resume:
         raise RunRefused(
@@ -55,12 +56,15 @@ def _prepare(
         )
     if stored is not None:
         _check_same(folder, identity(config, setup), stored)
-    found, damages = checkpoint.read_newest(folder.checkpoints)
+
+
+def _make_ready(
+    folder: RunFolder, ours: dict[str, Any], step: int | None, damages: list[checkpoint.Damage]
+) -> None:
     for damage in damages:
         checkpoint.put_aside(folder.checkpoints, damage.iteration, folder.damaged)
-    folder.write_config(identity(config, setup))
-    records.cut(folder.records, -1 if found is None else found.iteration, "step")
-    return found
+    folder.write_config(ours)
+    records.cut(folder.records, -1 if step is None else step, "step")
 
 
 def save(folder: RunFolder, step: int, state: Any, meta: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from celo2 import weights as files
+from celo2.encoding import digest
 from celo2.metatrain.config import MetaConfig, from_fields
 from celo2.metatrain.family import load_family
 from celo2.metatrain.folder import MetaFolder
@@ -13,9 +14,10 @@ from celo2.metatrain.run import Run, identity
 from celo2.rule import Rule
 from celo2.runs import checkpoint, records
 from celo2.runs.checkpoint import Checkpoint, Damage
+from celo2.runs.digest import like_tree
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunRefused
-from celo2.runs.processes import in_primary, share_checkpoint
+from celo2.runs.processes import in_primary, restore_newest
 from celo2.runs.records import Row
 from celo2.tasks import Task
 
@@ -37,13 +39,14 @@ def open_run(
     program = build(config, family, make_mesh())
     continues = resume and bool(checkpoint.list_iterations(folder.checkpoints))
     rule = None if init_from is None or continues else matching_rule(config, init_from)
-    found, damages = in_primary(lambda: _prepare(folder, config, checksums, resume)) or (None, [])
-    found = share_checkpoint(folder.checkpoints, found)
+    in_primary(lambda: _check(folder, config, checksums, resume))
+    found, damages = restore_newest(folder.checkpoints, program.abstract)
+    in_primary(lambda: _make_ready(folder, config, checksums, found, damages))
     if found is None:
         state = program.init(None if rule is None else rule.weights)
         meta: dict[str, Any] = FRESH | {"begun_from": _name_rule(rule, init_from)}
     else:
-        state, meta = checkpoint.place(found.arrays, program.abstract), found.meta
+        state, meta = like_tree(program.abstract, found.arrays), found.meta
     iteration = 0 if found is None else found.iteration
     return Run(
         folder=folder,
@@ -63,10 +66,8 @@ def open_run(
     )
 
 
-def _prepare(
-    folder: MetaFolder, config: MetaConfig, checksums: dict[str, str], resume: bool
-) -> tuple[Checkpoint | None, list[Damage]]:
-    """The checkpoint to go on from, and those put aside; leaves the folder ready to be written."""
+def _check(folder: MetaFolder, config: MetaConfig, checksums: dict[str, str], resume: bool) -> None:
+    """Raises a RunRefused where the folder holds a run that may not be continued so."""
     if folder.has_run() and not resume:
         raise RunRefused(
             f"{folder.path} holds a run: continue it with --resume, or choose another --out."
@@ -74,7 +75,16 @@ def _prepare(
     stored = folder.read_config()
     if stored is not None:
         check_same(folder, config, checksums, stored)
-    found, damages = checkpoint.read_newest(folder.checkpoints)
+
+
+def _make_ready(
+    folder: MetaFolder,
+    config: MetaConfig,
+    checksums: dict[str, str],
+    found: Checkpoint | None,
+    damages: list[Damage],
+) -> None:
+    """Puts damaged checkpoints aside and what came after `found`."""
     if found is not None:
         check_same(folder, config, checksums, found.meta)
     elif damages:
@@ -87,7 +97,6 @@ def _prepare(
         checkpoint.put_aside(folder.checkpoints, damage.iteration, folder.damaged)
     records.cut(folder.records, 0 if found is None else found.iteration)
     folder.write_config(identity(config, checksums))
-    return found, damages
 
 
 def check_same(
@@ -138,4 +147,4 @@ def _name_rule(rule: Rule | None, init_from: Any) -> dict[str, str] | None:
     name = "a Rule" if isinstance(init_from, Rule) else os.fspath(init_from)
     if os.path.isfile(name):
         name = os.path.basename(name)  # the origin is for others, who don't have our folders
-    return {"rule": name, "sha256": files.digest(rule)}
+    return {"rule": name, "sha256": digest(rule)}

@@ -2,11 +2,13 @@
 
 A checkpoint is a folder named by its iteration: `state` holds the arrays of the run's state
 by name, `meta` a JSON object. Orbax restores a flipped bit without a word, hence the digests.
+
+Each process writes and reads its own parts of arrays that several hold: none has the whole state.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,21 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
-from celo2.runs.digest import digest_arrays, digest_json, name_arrays
+from celo2.runs.digest import digest_json, name_arrays
+from celo2.runs.fingerprint import fingerprint
+from celo2.runs.folder import RunRefused
 
 KEEP = 3
-FORMAT = 1
+FORMAT = 2
 T = TypeVar("T")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on the host, its digests verified."""
+    """A checkpoint that was read: its arrays by name."""
 
     iteration: int
     meta: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
 
 
 class Damage(NamedTuple):
@@ -55,7 +58,7 @@ def save(
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
     arrays = name_arrays(_copy(state))
     meta = {**meta, "format": FORMAT, "iteration": iteration}
-    meta["digest"] = run_digest(to_host(arrays), meta)
+    meta["digest"] = run_digest(arrays, meta)
     sealed = {**meta, "seal": digest_json(meta)}
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(sealed))
     manager.save(iteration, args=items, force=True)
@@ -66,16 +69,10 @@ def finish(manager: ocp.CheckpointManager) -> None:
     manager.wait_until_finished()
 
 
-def run_digest(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> str:
+def run_digest(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """Of all that decides a run's future: its arrays, its config and its data."""
-    return digest_json([digest_arrays(arrays), meta["config"], meta["data"]])
-
-
-def to_host(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Whole arrays, whichever process holds their parts."""
-    if jax.process_count() > 1:
-        return multihost_utils.process_allgather(dict(arrays), tiled=True)
-    return {name: np.asarray(array) for name, array in arrays.items()}
+    marks = {name: fingerprint(array) for name, array in arrays.items()}
+    return digest_json([marks, meta["config"], meta["data"]])
 
 
 def list_iterations(folder: Path) -> list[int]:
@@ -86,50 +83,80 @@ def list_iterations(folder: Path) -> list[int]:
 
 
 def read_newest(folder: Path) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest checkpoint that is whole, and those after it that are not."""
+    """The newest checkpoint that is whole, on the host, and those after it that are not."""
     damages = []
     for iteration in reversed(list_iterations(folder)):
         try:
             return read(folder, iteration), damages
+        except RunRefused:
+            raise
         except Exception as error:  # whatever a damaged file makes orbax raise
-            damages.append(Damage(iteration, _first_line(error)))
+            damages.append(Damage(iteration, first_line(error)))
     return None, damages
 
 
 def read(folder: Path, iteration: int) -> Checkpoint:
     """One checkpoint as host arrays; raises unless both of its digests are right."""
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    found = _restore(folder, iteration, lambda names: dict.fromkeys(names, as_numpy))
+    check(found)
+    return found
+
+
+def read_parts(folder: Path, iteration: int, abstract: Any) -> Checkpoint:
+    """One checkpoint on the devices of `abstract`, however many had it when it was saved.
+
+    A process reads its own parts and does not wait for the others; `check`, which all make
+    together, is left to do.
+    """
+    expected = name_arrays(abstract)
+
+    def places(stored: Mapping[str, Any]) -> dict[str, ocp.ArrayRestoreArgs]:
+        _check_shapes(stored, expected)
+        return {
+            name: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape, dtype=s.dtype)
+            for name, s in expected.items()
+        }
+
+    return _restore(folder, iteration, places)
+
+
+def check(found: Checkpoint) -> None:
+    """Raises unless the arrays are those that were saved."""
+    if run_digest(found.arrays, found.meta) != found.meta["digest"]:
+        raise ValueError("its arrays do not match their digest")
+
+
+def _restore(
+    folder: Path, iteration: int, places: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Checkpoint:
     path = epath.Path((folder / str(iteration)).resolve())
     sealed = json.loads((path / "meta" / "metadata").read_text())
     meta = {name: value for name, value in sealed.items() if name != "seal"}
     if digest_json(meta) != sealed.get("seal") or meta["iteration"] != iteration:
         raise ValueError("its description does not match its SHA-256")
-    if meta["format"] > FORMAT:
-        raise ValueError(f"its format {meta['format']} is newer than {FORMAT}: upgrade celo2")
+    if meta["format"] != FORMAT:
+        raise RunRefused(
+            f"{path} was written by another version of celo2, in format {meta['format']}, not "
+            f"{FORMAT}: continue the run with celo2 {meta.get('version', 'of that time')}."
+        )
     # The handler alone: a Checkpointer would wait for all processes.
     handler = ocp.PyTreeCheckpointHandler()
-    names = handler.metadata(path / "state").tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
-    arrays = handler.restore(path / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    if run_digest(arrays, meta) != meta["digest"]:
-        raise ValueError("its arrays do not match their SHA-256")
+    wanted = places(handler.metadata(path / "state").tree)
+    arrays = handler.restore(path / "state", args=ocp.args.PyTreeRestore(restore_args=wanted))
     return Checkpoint(iteration, meta, arrays)
 
 
-def place(arrays: Mapping[str, np.ndarray], abstract: T) -> T:
-    """The state on the devices of `abstract`, however many had it when it was saved."""
-    expected = name_arrays(abstract)
-    if expected.keys() != arrays.keys():
-        unlike = ", ".join(sorted(expected.keys() ^ arrays.keys()))
-        raise ValueError(f"The checkpoint was made by another version of celo2: {unlike}.")
-
-    def put(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        array = arrays[name]
-        if (array.shape, array.dtype) != (like.shape, like.dtype):
-            raise ValueError(f"{name} is {array.dtype}{array.shape} in the checkpoint, not {like}.")
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: array[i])
-
-    leaves = [put(name, like) for name, like in expected.items()]
-    return jax.tree.structure(abstract).unflatten(leaves)
+def _check_shapes(stored: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    unlike = sorted(expected.keys() ^ stored.keys())
+    for name in expected.keys() & stored.keys():
+        old, new = stored[name], expected[name]
+        if (tuple(old.shape), old.dtype) != (new.shape, new.dtype):
+            unlike.append(f"{name} is {old.dtype}{tuple(old.shape)}, not {new.dtype}{new.shape}")
+    if unlike:
+        raise RunRefused(
+            f"The checkpoint was made by another version of celo2: {', '.join(unlike)}."
+        )
 
 
 def put_aside(folder: Path, iteration: int, aside: Path) -> None:
@@ -150,6 +177,6 @@ def _copy(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0][:300] if text else type(error).__name__

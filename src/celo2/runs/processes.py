@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from celo2.runs import checkpoint
-from celo2.runs.checkpoint import Checkpoint
+from celo2.runs.checkpoint import Checkpoint, Damage
 from celo2.runs.folder import RunRefused
 
 T = TypeVar("T")
@@ -40,12 +40,36 @@ def in_primary(action: Callable[[], T]) -> T | None:
     return result
 
 
-def share_checkpoint(folder: Path, found: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that process 0 found in its folder, in every process."""
+def restore_newest(folder: Path, abstract: Any) -> tuple[Checkpoint | None, list[Damage]]:
+    """The newest checkpoint that every process can read, on the devices of `abstract`, and those
+    after it that are damaged. Which there are is process 0's to say."""
+    damages = []
+    iterations = checkpoint.list_iterations(folder)
+    while (iteration := _same_everywhere(iterations.pop() if iterations else -1)) >= 0:
+        found, cause = _attempt(lambda i: checkpoint.read_parts(folder, i, abstract), iteration)
+        if cause is None:
+            cause = _attempt(checkpoint.check, found)[1]
+        if cause is None:
+            return found, damages
+        damages.append(Damage(iteration, cause))
+    return None, damages
+
+
+def _attempt(action: Callable[[Any], T], value: Any) -> tuple[T | None, str | None]:
+    """What `action` returns here, and why it failed in some process."""
+    result, cause = None, None
+    try:
+        result = action(value)
+    except RunRefused:  # for reasons that are the same in all processes
+        raise
+    except Exception as error:  # whatever a damaged file makes orbax raise
+        cause = checkpoint.first_line(error)
+    if some_process(cause is not None)[0]:
+        return None, cause or "another process cannot read its part"
+    return result, None
+
+
+def _same_everywhere(number: int) -> int:
     if jax.process_count() == 1:
-        return found
-    mine = np.int32(found.iteration if found else -1)
-    iteration = int(multihost_utils.broadcast_one_to_all(mine))
-    if found is None and iteration >= 0:
-        return checkpoint.read(folder, iteration)
-    return found
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

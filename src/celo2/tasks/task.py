@@ -98,7 +98,7 @@ class TaskSpec(NamedTuple):
 
     make: Callable[..., Any]
     steps: int
-    batch: int
+    batch: int | None  # None for a task that has its own
     metric: str = "loss"
     updates_per_step: int = 1
     higher_is_better: bool = False
