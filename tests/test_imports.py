@@ -13,6 +13,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "celo2"
 
 # All that a room may import of ours; a file of the same room is always allowed.
 MAY_IMPORT = {
+    "constants": set(),
     "rule": set(),
     "layout": {"rule"},
     "routing": {"rule", "layout"},
@@ -22,13 +23,13 @@ MAY_IMPORT = {
     "weights": {"rule", "encoding", "hub"},
     "published": {"rule", "encoding", "weights"},
     "__init__": {"rule", "layout", "weights"},
-    "jax": {"rule", "layout", "routing", "explanation", "encoding", "weights"},
-    "torch": {"rule", "layout", "routing", "explanation", "encoding", "weights"},
+    "jax": {"constants", "rule", "layout", "routing", "explanation", "encoding", "weights"},
+    "torch": {"constants", "rule", "layout", "routing", "explanation", "encoding", "weights"},
     "tasks": set(),
     "baselines": {"rule", "jax"},
     "runs": {"weights"},
     "metatrain": {"rule", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
-    "evaluate": {"rule", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
+    "evaluate": {"constants", "rule", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
     "commands": {"rule", "weights", "tasks", "runs", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
     "cli": {"__init__", "rule", "layout", "hub", "encoding", "weights", "published"},
@@ -39,6 +40,7 @@ MAY_IMPORT_LAZILY = {"cli": MAY_IMPORT.keys() - {"cli"}}
 # Rooms that must work where no extra is installed, and the packages they may import at once.
 BARE_ROOMS = {
     "__init__",
+    "constants",
     "rule",
     "layout",
     "routing",

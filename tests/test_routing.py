@@ -52,7 +52,6 @@ ADAM = {
         "bert/embeddings/position_embeddings/embedding": (16, 8),
         "model/embed_tokens/embedding": (50, 8),
         "encoder/block/0/layer/0/SelfAttention/relative_attention_bias/embedding": (32, 4),
-        "vit/embeddings/cls_token": (1, 1, 8),
         "vit/pos_embedding": (1, 17, 8),
         "tok_emb/table": (50, 8),
         "position/table": (16, 8),
@@ -76,6 +75,8 @@ ADAM = {
     "vector": {
         "encoder/layer/0/LayerNorm/scale": (8,),
         "linear/b": (8,),
+        "vit/embeddings/cls_token": (1, 1, 8),  # shaped to be broadcast
+        "convnext/layer_scale_parameter": (1, 1, 1, 8),
         "blocks/bias": (6, 8),  # stacked layers
         "attention/query/bias": (2, 4),
         "norm/scale": (6, 8),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from celo2.constants import LAST_COUNT
 from celo2.torch import Celo2
-from celo2.torch.moments import LAST_COUNT
 from small import SMALL_BASE, make_rule
 
 RULE = make_rule()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from celo2.layout import MatrixView, check_view, default_view, published_view
+from celo2.layout import MatrixView, check_view, default_view, published_view, vector_view
 from celo2.rule import RuleConfig
 
 Updater = Literal["rule", "adam"]
@@ -46,9 +46,16 @@ def route(
     `vectors="rule"` takes every tensor of more than one element.
     """
     view = published_view(len(shape)) if published else named_view(path, len(shape))
+    if is_broadcast_vector(shape) and not published:
+        view = vector_view(len(shape))
     if wish := find_override(path, len(shape), view, overrides):
         return wish
     return Route(*default_updater(path, shape, view, config, published), view)
+
+
+def is_broadcast_vector(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a vector shaped to be broadcast, such as a class token or layer scale."""
+    return len(shape) > 2 and max(shape) == math.prod(shape)
 
 
 def find_override(

@@ -10,6 +10,7 @@ import jax
 import optax
 from jax import Array
 
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.jax.optimizer import scale_by_celo2
 from celo2.jax.trees import check_leaves, check_overrides_match, leaf_routes
 from celo2.routing import Overrides, Route
@@ -20,7 +21,6 @@ ScalarOrSchedule = float | Array | optax.Schedule
 Mask = Any | Callable[[optax.Params], Any]
 
 # As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
-ADAM_MULTIPLIER = 20.0
 
 
 def celo2(

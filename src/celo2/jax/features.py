@@ -5,13 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from celo2.constants import CLIP, FACTORED_EPSILON, RMS_EPSILON
 from celo2.jax.moments import Moments
 from celo2.layout import Axes
 from celo2.rule import RuleConfig, feature_rows
-
-CLIP = 0.1
-RMS_EPSILON = 1e-8
-FACTORED_EPSILON = 1e-9
 
 
 class Plane(NamedTuple):

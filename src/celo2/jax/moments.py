@@ -10,12 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from celo2.constants import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT
 from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
-
-GRADIENT_LIMIT = 1000.0
-FACTORED_FLOOR = 1e-30  # keeps a factored moment positive where squares underflow
-LAST_COUNT = 2**31 - 1
 
 
 class Moments(NamedTuple):

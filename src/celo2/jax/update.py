@@ -9,19 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from celo2.constants import (
+    CLIP_RMS,
+    EPSILON,
+    MAGNITUDE_SCALE,
+    NEWTON_SCHULZ,
+    NEWTON_SCHULZ_EPSILON,
+    NEWTON_SCHULZ_STEPS,
+)
 from celo2.jax.features import Features, Plane, build_features, split_first_layer
 from celo2.jax.moments import Moments, reduce_in_turn
 from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 
 Weights = Mapping[str, Array]
-
-EPSILON = 1e-9
-MAGNITUDE_SCALE = 0.001
-CLIP_RMS = 1.0
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ_EPSILON = 1e-8
 
 
 def propose(

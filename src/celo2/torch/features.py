@@ -5,14 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from celo2.constants import CLIP, FACTORED_EPSILON, RMS_EPSILON
 from celo2.layout import Axes
 from celo2.rule import RuleConfig, feature_rows
 from celo2.torch.blocks import Block, Extent, part
 from celo2.torch.moments import Moments, clean_gradient, in_order
-
-CLIP = 0.1
-RMS_EPSILON = 1e-8
-FACTORED_EPSILON = 1e-9
 
 
 class Inputs(NamedTuple):

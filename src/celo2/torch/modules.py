@@ -1,6 +1,5 @@
 """What a parameter is, from the module that holds it, its name and its shape."""
 
-import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from celo2.routing import (
     Route,
     default_updater,
     find_override,
+    is_broadcast_vector,
     path_names,
 )
 from celo2.rule import RuleConfig
@@ -125,8 +125,8 @@ def route(
     """Who updates a parameter, why, and how it is seen as a matrix."""
     shape = tuple(named.param.shape)
     view = named.view or named_view(named.name, len(shape))
-    if named.view is None and len(shape) > 2 and max(shape) == math.prod(shape):
-        view = vector_view(len(shape))  # a vector shaped to be broadcast, such as a layer scale
+    if named.view is None and is_broadcast_vector(shape):
+        view = vector_view(len(shape))
     if published:
         view = published_view(len(shape))
     if wish := find_override(named.name, len(shape), view, overrides):

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from celo2.constants import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT
 from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
-
-GRADIENT_LIMIT = 1000.0
-FACTORED_FLOOR = 1e-30  # keeps a factored moment positive where squares underflow
-LAST_COUNT = 2**31 - 1
 
 
 class Moments(NamedTuple):

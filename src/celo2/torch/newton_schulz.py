@@ -5,14 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from celo2.constants import NEWTON_SCHULZ, NEWTON_SCHULZ_EPSILON, NEWTON_SCHULZ_STEPS
 from celo2.layout import MATRIX
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
-EPSILON = 1e-8
 
-
-def newton_schulz(x: Tensor, steps: int = STEPS, dtype: torch.dtype | None = None) -> Tensor:
+def newton_schulz(
+    x: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
+) -> Tensor:
     """Pushes the singular values of `x` towards 1, over its last two axes; the result in `dtype`.
 
     Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough.
@@ -21,7 +20,7 @@ def newton_schulz(x: Tensor, steps: int = STEPS, dtype: torch.dtype | None = Non
     if x.shape[-2] > x.shape[-1]:
         return newton_schulz(x.mT, steps, dtype).mT
     norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
-    y = (x / (norm + EPSILON)).to(dtype or x.dtype)
+    y = (x / (norm + NEWTON_SCHULZ_EPSILON)).to(dtype or x.dtype)
     # One matrix is multiplied as such: as a stack of one, y yᵀ takes up to 1.4 times as long.
     single = y.shape[:-2].numel() == 1
     y = y.reshape(y.shape[-2:] if single else (-1, *y.shape[-2:]))
@@ -29,7 +28,7 @@ def newton_schulz(x: Tensor, steps: int = STEPS, dtype: torch.dtype | None = Non
     if y.shape[-1] >= 2 * y.shape[-2]:
         y = _gram_polynomial(y @ y.mT, steps, multiply_add) @ y
     else:
-        a, b, c = COEFFICIENTS
+        a, b, c = NEWTON_SCHULZ
         for _ in range(steps):
             gram = y @ y.mT
             factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
@@ -43,7 +42,7 @@ def _gram_polynomial(gram: Tensor, steps: int, multiply_add: Callable[..., Tenso
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
     multiply the small matrices and touch y only once more.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ
 
     def factor_of(gram: Tensor) -> Tensor:
         factor = multiply_add(gram, gram, gram, beta=b, alpha=c)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.encoding import digest
 from celo2.explanation import Explanation
 from celo2.layout import MatrixView
@@ -32,7 +33,6 @@ from celo2.torch.tensors import aligned, frame_of, full_precision
 from celo2.weights import as_rule
 
 # As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
-ADAM_MULTIPLIER = 20.0
 CPU = torch.device("cpu")
 
 

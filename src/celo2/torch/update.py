@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from celo2.constants import CLIP_RMS, EPSILON, MAGNITUDE_SCALE
 from celo2.layout import MATRIX, Axes
 from celo2.rule import RuleConfig
 from celo2.torch.blocks import Block, Extent, Fuse, as_it_is, blocks, part
@@ -20,10 +21,6 @@ from celo2.torch.moments import Moments, in_order
 from celo2.torch.newton_schulz import newton_schulz
 
 Weights = Mapping[str, Tensor]
-
-EPSILON = 1e-9
-MAGNITUDE_SCALE = 0.001
-CLIP_RMS = 1.0
 
 
 class FirstLayer(NamedTuple):
