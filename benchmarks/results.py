@@ -1,4 +1,4 @@
-"""Redraws the tables of docs/results.md and docs/figures/results.png from the records in results/.
+"""Redraws the tables of docs/results.md and its two figures from the records in results/.
 
 python benchmarks/results.py
 """
@@ -24,7 +24,8 @@ from celo2.evaluate.plots import COLORS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
-FIGURE = ROOT / "docs" / "figures" / "results.png"
+CURVES = ROOT / "docs" / "figures" / "results.png"
+SUMMARY = ROOT / "docs" / "figures" / "summary.png"
 ORDER = ("adamw", "muon", "celo2", "celo2-base", "published")
 NAMES = {
     "adamw": "AdamW",
@@ -33,6 +34,18 @@ NAMES = {
     "celo2-base": "Celo2-base",
     "published": "the authors' rule",
 }
+TASKS = {
+    "lm-0.8m": "language model, 0.85M",
+    "lm-1m": "language model, 1M",
+    "vit-tiny-cifar10": "ViT, CIFAR-10",
+    "conv-cifar10": "convolution net, CIFAR-10",
+    "image-mlp-28-mnist": "MLP, MNIST",
+    "image-mlp-28-fashion_mnist": "MLP, Fashion-MNIST",
+    "minatar-asterix": "PPO, Asterix",
+    "minatar-freeway": "PPO, Freeway",
+    "minatar-spaceinvaders": "PPO, Space Invaders",
+}
+MARKS = {"muon": "s", "celo2": "o", "celo2-base": "v", "published": "D"}
 COLUMNS = 4
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
 
@@ -41,12 +54,14 @@ def main() -> None:
     """Reads every packed sweep and writes what depends on them."""
     sweeps = [read_sweep(path) for path in sorted((ROOT / "results").glob("*.jsonl"))]
     tasks = [(sweep, task) for sweep in sweeps for task in sweep.tasks]
+    tasks.sort(key=lambda pair: list(TASKS).index(pair[1]))
     page = PAGE.read_text("utf-8")
     for sweep, task in tasks:
         page = fill(page, task, table(sweep, task))
     PAGE.write_text(page, "utf-8")
-    draw(tasks)
-    print(PAGE, FIGURE)
+    draw_curves(tasks)
+    draw_summary(tasks)
+    print(PAGE, CURVES, SUMMARY, sep="\n")
 
 
 def fill(page: str, name: str, text: str) -> str:
@@ -88,7 +103,7 @@ def in_order(entries: list[Entry]) -> list[Entry]:
     return known + [entry for entry in entries if entry.label not in ORDER]
 
 
-def draw(tasks: list[tuple[Sweep, str]]) -> None:
+def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
     """The validation curves of the best runs, a panel for each task."""
     columns = min(COLUMNS, len(tasks))
     lines = -(-len(tasks) // columns)
@@ -99,7 +114,7 @@ def draw(tasks: list[tuple[Sweep, str]]) -> None:
     for panel, (sweep, task) in zip(panels, tasks, strict=False):
         entries = in_order(sweep.tasks[task])
         metric, _ = metric_of(sweep, entries[0])
-        panel.set_title(task, fontsize=9)
+        panel.set_title(TASKS[task], fontsize=9)
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel(metric, fontsize=8)
         panel.tick_params(labelsize=7)
@@ -112,8 +127,49 @@ def draw(tasks: list[tuple[Sweep, str]]) -> None:
             style |= {"linestyle": "--"} if entry.label == "published" else {}
             panel.plot(*zip(*shown, strict=True), label=NAMES[entry.label], **style)
     panels[0].legend(fontsize=7, frameon=False)
-    FIGURE.parent.mkdir(exist_ok=True)
-    FigureCanvasAgg(figure).print_figure(FIGURE, dpi=150)
+    FigureCanvasAgg(figure).print_figure(CURVES, dpi=150)
+
+
+def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
+    """Every optimizer's final score beside AdamW's, a line for each task; left is better."""
+    figure = Figure(figsize=(8, 1.2 + 0.42 * len(tasks)), layout="constrained")
+    panel = figure.subplots()
+    panel.axvline(1.0, color=COLORS[0], linewidth=1.2)
+    for line, (sweep, task) in enumerate(tasks):
+        for entry in in_order(sweep.tasks[task]):
+            if entry.label != "adamw" and (found := beside_adamw(sweep, task, entry)):
+                low, mean, high = found
+                number = ORDER.index(entry.label)
+                height = line + 0.12 * (number - 2.5)
+                style = {"color": COLORS[number], "markersize": 7 if entry.label == "celo2" else 5}
+                panel.plot([low, high], [height] * 2, color=COLORS[number], linewidth=1)
+                label = NAMES[entry.label] if line == 0 else None
+                panel.plot(mean, height, MARKS[entry.label], label=label, **style)
+    panel.set_yticks(range(len(tasks)), [TASKS[task] for _, task in tasks])
+    panel.set_ylim(len(tasks) - 0.45, -0.55)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    panel.xaxis.set_minor_formatter(lambda x, _: f"{x:g}")
+    panel.tick_params(axis="x", which="both", labelsize=8)
+    panel.set_xlabel(
+        "final validation loss / AdamW's (of PPO: AdamW's return / return); left is better"
+    )
+    panel.grid(axis="x", which="both", alpha=0.25)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
+    FigureCanvasAgg(figure).print_figure(SUMMARY, dpi=150)
+
+
+def beside_adamw(sweep: Sweep, task: str, entry: Entry) -> tuple[float, float, float] | None:
+    """The least, the mean and the greatest score of the seeds, as multiples of AdamW's mean."""
+    baseline = baseline_of(sweep.tasks[task])
+    ours = spread(run.score for run in entry.seeds)
+    theirs = None if baseline is None else spread(run.score for run in baseline.seeds)
+    if ours is None or theirs is None:
+        return None
+    ratios = [score / theirs.mean for score in (ours.low, ours.mean, ours.high)]
+    if metric_of(sweep, entry)[1]:
+        ratios = [1 / ratio for ratio in reversed(ratios)]
+    return ratios[0], ratios[1], ratios[2]
 
 
 if __name__ == "__main__":
