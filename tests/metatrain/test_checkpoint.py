@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from tiny_runs import digest, newest, of_kind, run, shared_programs, tiny
+from tiny_runs import array_files, digest, flip_bit, newest, of_kind, run, shared_programs, tiny
 
 from celo2.metatrain import status
 from celo2.runs import checkpoint
@@ -27,18 +27,6 @@ def out(tmp_path):
     """A run with checkpoints at 4, 6 and 8."""
     run(tmp_path / "run", tiny(iterations=8), checkpoint_every=2)
     return tmp_path / "run"
-
-
-def array_files(out, iteration):
-    """The files of a checkpoint that hold numbers, largest last."""
-    files = (p for p in (out / "checkpoints" / str(iteration) / "state").rglob("d/*"))
-    return sorted(files, key=lambda p: p.stat().st_size)
-
-
-def flip_bit(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def test_newest_three_are_kept(out):

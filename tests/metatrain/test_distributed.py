@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from tiny_runs import FLAGS, of_kind, run, shared_programs, tiny
+from tiny_runs import FLAGS, array_files, flip_bit, of_kind, run, shared_programs, tiny
 
 from celo2.runs import records
 from celo2.runs.checkpoint import read
@@ -40,6 +40,22 @@ def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes
     assert whole.meta["digest"] == cut.meta["digest"]
     rows = run(tmp_path / "cut", tiny(iterations=10), resume=True)
     assert rows[0]["iteration"] == 8 and rows[-1]["iteration"] == 10
+
+
+@pytest.mark.slow
+def test_damage_in_one_process_s_part_sends_all_to_the_checkpoint_before(tmp_path):
+    options = ["--checkpoint-every", "2", "--resume", "--iterations"]
+    for name in ("whole", "harmed"):
+        run_meta(tmp_path / name, 2, *options, "4")
+    harmed = tmp_path / "harmed"
+    (file, *_) = (f for f in reversed(array_files(harmed, 4)) if "process_1" in str(f))
+    flip_bit(file, file.stat().st_size // 2)
+    for name in ("whole", "harmed"):
+        run_meta(tmp_path / name, 2, *options, "6")
+    warnings = of_kind(records.read(harmed / "records.jsonl"), "warning")
+    assert "checkpoint of iteration 4 is damaged" in warnings[0]["cause"]
+    digests = [read(tmp_path / n / "checkpoints", 6).meta["digest"] for n in ("whole", "harmed")]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
