@@ -91,7 +91,7 @@ def table(sweep: Sweep, task: str) -> str:
         cells += (
             ["diverged", "-"]
             if scores is None
-            else [f"{scores.mean:.4g}", f"{scores.low:.4g} – {scores.high:.4g} ({scores.count})"]
+            else [f"{scores.mean:#.4g}", f"{scores.low:#.4g} – {scores.high:#.4g} ({scores.count})"]
         )
         cells.append("-" if found is None else f"step {found.steps:,.0f} ({found.speed_up:.2f} ×)")
         rows.append(f"| {' | '.join(cells)} |")
