@@ -46,7 +46,7 @@ TASKS = {
     "minatar-spaceinvaders": "PPO, Space Invaders",
 }
 MARKS = {"muon": "s", "celo2": "o", "celo2-base": "v", "published": "D"}
-COLUMNS = 4
+COLUMNS = 3
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
 
 
@@ -134,13 +134,13 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
     """Every optimizer's final score beside AdamW's, a line for each task; left is better."""
     figure = Figure(figsize=(8, 1.2 + 0.42 * len(tasks)), layout="constrained")
     panel = figure.subplots()
-    panel.axvline(1.0, color=COLORS[0], linewidth=1.2)
+    panel.axvline(1.0, color=COLORS[0], linewidth=1.2, label="AdamW")
     for line, (sweep, task) in enumerate(tasks):
         for entry in in_order(sweep.tasks[task]):
             if entry.label != "adamw" and (found := beside_adamw(sweep, task, entry)):
                 low, mean, high = found
                 number = ORDER.index(entry.label)
-                height = line + 0.12 * (number - 2.5)
+                height = line + 0.14 * (number - 2.5)
                 style = {"color": COLORS[number], "markersize": 7 if entry.label == "celo2" else 5}
                 panel.plot([low, high], [height] * 2, color=COLORS[number], linewidth=1)
                 label = NAMES[entry.label] if line == 0 else None
@@ -151,11 +151,11 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
     panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     panel.xaxis.set_minor_formatter(lambda x, _: f"{x:g}")
     panel.tick_params(axis="x", which="both", labelsize=8)
-    panel.set_xlabel(
-        "final validation loss / AdamW's (of PPO: AdamW's return / return); left is better"
-    )
+    games = any(task.startswith("minatar") for _, task in tasks)
+    turned = " (of PPO: AdamW's return / return)" if games else ""
+    panel.set_xlabel(f"final validation loss / AdamW's{turned}; left is better")
     panel.grid(axis="x", which="both", alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
+    figure.legend(loc="outside upper center", ncols=5, fontsize=9, frameon=False)
     FigureCanvasAgg(figure).print_figure(SUMMARY, dpi=150)
 
 
