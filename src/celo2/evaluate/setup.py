@@ -137,12 +137,12 @@ def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
     """`make` with the options that were given, if it takes them."""
     takes = inspect.signature(make).parameters
     given = {name: value for name, value in options.items() if value is not None}
-    if ":" in task and "data" not in takes:
+    if "data" not in takes:
         given.pop("data", None)  # a folder for all tasks of a sweep
     if unknown := [name for name in given if name not in takes]:
         raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} is nothing that {task} takes.")
     made = make(**given)
-    if ":" in task and find(task).train is supervised and not isinstance(made, Task):
+    if find(task).train is supervised and not isinstance(made, Task):
         raise ValueError(f"task={task!r} returned a {type(made).__name__}, not a Task.")
     return made
 

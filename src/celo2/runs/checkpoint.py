@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from celo2.runs.folder import RunRefused
 
 KEEP = 3
 FORMAT = 2
-T = TypeVar("T")
 
 
 class Checkpoint(NamedTuple):
@@ -178,5 +177,6 @@ def _copy(state: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
+    """What an error says, in short."""
     text = str(error).strip().splitlines()
     return text[0][:300] if text else type(error).__name__
