@@ -3,11 +3,16 @@ import json
 import os
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 from tiny_runs import array_files, digest, flip_bit, newest, of_kind, run, shared_programs, tiny
 
 from celo2.metatrain import status
 from celo2.runs import checkpoint
+from celo2.runs.digest import digest_json
 from celo2.runs.folder import RunRefused
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -59,6 +64,38 @@ def test_edited_description_is_noticed(out):
     found, damages = checkpoint.read_newest(out / "checkpoints")
     assert found is not None and found.iteration == 6
     assert damages == [(8, "its description does not match its SHA-256")]
+
+
+def test_checkpoint_of_another_format_is_refused_and_left_in_its_place(out):
+    path = out / "checkpoints" / "8" / "meta" / "metadata"
+    meta = json.loads(path.read_text()) | {"format": 1, "version": "0.0.1"}
+    del meta["seal"]
+    path.write_text(json.dumps(meta | {"seal": digest_json(meta)}))
+    with pytest.raises(RunRefused, match="in format 1, not 2: continue the run with celo2 0.0.1"):
+        run(out, tiny(iterations=8), resume=True)
+    assert checkpoint.list_iterations(out / "checkpoints") == [4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": np.zeros(3), "b": np.zeros(2)}, r"a is float32\(4,\), not float32\(3,\)"),
+        ({"a": np.zeros(4)}, "another version of celo2: b"),
+        ({"a": np.zeros(4, np.int32), "b": np.zeros(2)}, r"a is float32\(4,\), not int32"),
+    ],
+)
+def test_checkpoint_of_another_state_is_refused_by_the_arrays_that_differ(tmp_path, state, message):
+    with checkpoint.open_manager(tmp_path) as manager:
+        whole = {"a": jnp.zeros(4), "b": jnp.zeros(2)}
+        checkpoint.save(manager, 1, whole, {"config": {}, "data": {}})
+        checkpoint.finish(manager)
+    place = SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        name: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype, sharding=place)
+        for name, a in state.items()
+    }
+    with pytest.raises(RunRefused, match=message):
+        checkpoint.read_parts(tmp_path, 1, abstract)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -32,8 +32,8 @@ def mlp_problem():
 @pytest.fixture(scope="module")
 def mlp_updates():
     """Celo2's first update of an MLP 6–5–4."""
-    config = tiny_config(inner_learning_rate=RATE, adam_multiplier=MetaConfig().adam_multiplier)
-    return first_updates(inner.inner_optimizer(config, WEIGHTS), *mlp_problem())
+    config = tiny_config(adam_multiplier=MetaConfig().adam_multiplier)
+    return first_updates(inner.inner_optimizer(config, WEIGHTS, lambda count: RATE), *mlp_problem())
 
 
 def advance(config, family):
@@ -82,8 +82,8 @@ def test_hidden_and_head_kernels_are_updated_by_the_rule(mlp_updates):
 
 
 def test_base_rule_updates_biases_too():
-    config = tiny_config(rule=BASE, inner_learning_rate=RATE)
-    tx = inner.inner_optimizer(config, make_rule(BASE).weights)
+    config = tiny_config(rule=BASE)
+    tx = inner.inner_optimizer(config, make_rule(BASE).weights, lambda count: RATE)
     for update in jax.tree.leaves(first_updates(tx, *mlp_problem())):
         assert rms(update) == pytest.approx(RATE, rel=1e-3)
 

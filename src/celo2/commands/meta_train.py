@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, meta
 from celo2.metatrain.config import from_fields, read_toml
 from celo2.metatrain.family import count_problems
 from celo2.rule import Rule
+from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
 from celo2.runs.machine import cores
@@ -75,7 +75,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Runs the command and gives its exit status."""
     options = parse(arguments)
-    sys.path.insert(0, os.getcwd())  # where --task looks, as python -m does
+    look_here()
     set_up_logging()
     start_devices(options.launch, default_devices(options))
     primary = jax.process_index() == 0

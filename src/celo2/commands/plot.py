@@ -1,11 +1,9 @@
 """`celo2 plot`: the figures of a meta-training run or of a sweep."""
 
-import os
-import sys
-
 from celo2.evaluate.comparison import is_sweep
 from celo2.evaluate.plots import plot_sweep
 from celo2.metatrain.plots import plot_run
+from celo2.runs.address import look_here
 
 
 def plot(run: str, out: str | None = None) -> None:
@@ -18,6 +16,6 @@ def plot(run: str, out: str | None = None) -> None:
         run: the folder of the run, or of the sweep's runs.
         out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
     """
-    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    look_here()
     for path in plot_sweep(run, out) if is_sweep(run) else plot_run(run, out):
         print(path)

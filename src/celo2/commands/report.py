@@ -1,11 +1,10 @@
 """`celo2 report`: a sweep as one page."""
 
-import os
-import sys
 from pathlib import Path
 
 from celo2.evaluate.packed import pack as write_packed
 from celo2.evaluate.report import write_report
+from celo2.runs.address import look_here
 
 
 def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
@@ -16,7 +15,7 @@ def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
         out: the file to write; by default report.html in the sweep's folder, or beside the file.
         pack: write the records of the folder to this one file as well.
     """
-    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    look_here()
     if pack is not None:
         count = write_packed(sweep, pack)
         print(f"{pack}: {count} runs")

@@ -1,6 +1,5 @@
 """`celo2 run`: one training run, with a progress bar."""
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
 from celo2.evaluate.config import resolve
 from celo2.evaluate.results import name_of
+from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
 from celo2.runs.processes import is_primary
 
@@ -54,7 +54,7 @@ def run(
             data=4,model=2; by default one device, or all on data if there are several processes.
         launch: processes and devices; by default as many CPU devices as the mesh needs.
     """
-    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    look_here()
     config = resolve(config)
     if dry_run:
         print(as_table(describe(config)))

@@ -18,6 +18,7 @@ from celo2.evaluate import Recipe, describe, read_recipe, summarize
 from celo2.evaluate import sweep as run_sweep
 from celo2.evaluate.packed import unpack
 from celo2.evaluate.results import Outcome
+from celo2.runs.address import look_here
 from celo2.runs.machine import cores
 from celo2.runs.processes import is_primary
 
@@ -58,7 +59,7 @@ def sweep(
         mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
         launch: processes and devices of that mesh.
     """
-    sys.path.insert(0, os.getcwd())  # where module:function is looked for, as python -m does
+    look_here()
     plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
     for warning in plan.warnings():
         say(f"warning: {warning}")

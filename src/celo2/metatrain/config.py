@@ -32,8 +32,11 @@ class MetaConfig:
         truncation: inner steps per outer iteration.
         unroll: shortest and longest unroll; lengths are log-uniform multiples of `truncation`.
         sigma: standard deviation of the perturbations.
-        inner_learning_rate: of the rule, constant.
-        adam_multiplier: Adam's rate on vectors, as a multiple of `inner_learning_rate`.
+        inner_learning_rate: of the rule.
+        inner_rates: in its place, a range each problem draws its own rate from, log-uniform;
+            divided by the problem's scale, so that it stays in proportion to the weights.
+        inner_decay: of the rule's rate over an unroll.
+        adam_multiplier: Adam's rate on vectors, as a multiple of the rule's.
         augmentation: at which level initial weights are rescaled.
         augmentation_range: of those scales, log-uniform.
         learning_rate: of the outer AdamW.
@@ -55,6 +58,8 @@ class MetaConfig:
     unroll: tuple[int, int] = (100, 2000)
     sigma: float = 0.01
     inner_learning_rate: float = 1e-3
+    inner_rates: tuple[float, float] | None = None
+    inner_decay: Decay = "constant"
     adam_multiplier: float = 20.0
     augmentation: Augmentation = "global"
     augmentation_range: tuple[float, float] = (1e-3, 1e3)
@@ -68,6 +73,7 @@ class MetaConfig:
         for name, kind in (
             ("estimator", Estimator),
             ("augmentation", Augmentation),
+            ("inner_decay", Decay),
             ("decay", Decay),
         ):
             if getattr(self, name) not in get_args(kind):
@@ -86,10 +92,14 @@ class MetaConfig:
                 f"unroll={self.unroll} must be (shortest, longest) with "
                 f"truncation={self.truncation} ≤ shortest ≤ longest."
             )
-        low, high = self.augmentation_range
-        if not 0 < low <= high < math.inf:
+        for name in ("augmentation_range", "inner_rates"):
+            low, high = getattr(self, name) or (1.0, 1.0)
+            if not 0 < low <= high < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 < low ≤ high.")
+        if self.inner_rates and self.augmentation not in ("none", "global"):
             raise ValueError(
-                f"augmentation_range={self.augmentation_range} must be 0 < low ≤ high."
+                f"inner_rates={self.inner_rates} need one scale per problem: set augmentation to "
+                f"none or global, not {self.augmentation}."
             )
 
     @property

@@ -38,6 +38,7 @@ class Problem(NamedTuple):
     index: Array  # which task of the family
     params: Any
     scales: Any  # the augmentation
+    rate: Array  # the rule's learning rate, before any decay
     optimizer: Any
     step: Array
     length: Array
@@ -72,13 +73,16 @@ def task_family(task: Task, name: str) -> Family:
 
 
 def inner_optimizer(
-    config: MetaConfig, weights, overrides: Mapping[str, str] | None = EVERY_MATRIX
+    config: MetaConfig,
+    weights,
+    schedule: optax.Schedule,
+    overrides: Mapping[str, str] | None = EVERY_MATRIX,
 ) -> optax.GradientTransformation:
     """What trains the inner problems: the optimizer users call, by default on every matrix."""
     return celo2(
-        config.inner_learning_rate,
+        schedule,
         rule=Rule(config.rule, weights),
-        adam_learning_rate=config.adam_multiplier * config.inner_learning_rate,
+        adam_learning_rate=lambda count: config.adam_multiplier * schedule(count),
         adam=uncorrected_adam(),
         overrides=overrides if config.rule.vectors == "adam" else None,
     )
@@ -108,10 +112,27 @@ def start(config: MetaConfig, family: Family, weights, index: Array, key: Array)
     params = family.init(params_key)
     bounds = config.augmentation_range
     scales = sample_scales(config.augmentation, bounds, scales_key, params)
+    rate = sample_rate(config, jax.random.fold_in(key, 3), jax.tree.leaves(scales)[0])
     params = jax.tree.map(lambda p: jnp.stack([p, p]), shrink(params, scales))
-    optimizer = jax.vmap(inner_optimizer(config, weights, family.overrides).init)(params)
     length = sample_length(config, length_key)
-    return Problem(index, params, scales, optimizer, jnp.zeros([], jnp.int32), length)
+    tx = inner_optimizer(config, weights, inner_schedule(config, rate, length), family.overrides)
+    step = jnp.zeros([], jnp.int32)
+    return Problem(index, params, scales, rate, jax.vmap(tx.init)(params), step, length)
+
+
+def sample_rate(config: MetaConfig, key: Array, scale: Array) -> Array:
+    """The learning rate of a problem whose weights are divided by `scale`."""
+    if config.inner_rates is None:
+        return jnp.full((), config.inner_learning_rate)
+    low, high = map(math.log, config.inner_rates)
+    return jnp.exp(jax.random.uniform(key, minval=low, maxval=high)) / scale
+
+
+def inner_schedule(config: MetaConfig, rate: Array, length: Array) -> optax.Schedule:
+    """The rate at each step of an unroll of that length."""
+    if config.inner_decay == "constant":
+        return lambda count: rate
+    return lambda count: rate * 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(count / length, 1.0)))
 
 
 def sample_length(config: MetaConfig, key: Array) -> Array:
@@ -130,12 +151,14 @@ def unroll(
     `weights` has a leading axis of two; the twins see the same batches.
     """
 
+    schedule = inner_schedule(config, problem.rate, problem.length)
+
     def twin_step(weights, params, optimizer, batch):
         def loss_of(params) -> Array:
             return family.loss(expand(params, problem.scales), batch)
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        tx = inner_optimizer(config, weights, family.overrides)
+        tx = inner_optimizer(config, weights, schedule, family.overrides)
         updates, optimizer = tx.update(grads, optimizer, params)
         loss = jnp.where(jnp.isnan(loss), config.highest_loss, loss)
         loss = jnp.clip(loss, 0.0, config.highest_loss)

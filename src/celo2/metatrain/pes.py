@@ -62,7 +62,8 @@ def estimate(
         total = jax.tree.map(lambda old, new: kept * old + new, state.perturbation, noise)
         twins = jax.tree.map(lambda w, e: jnp.stack([w + e, w - e]), weights, noise)
         if config.estimator == "full_es":
-            moved, losses = _unroll_whole(config, family, data, twins, problem, keys[2], length)
+            problem = problem._replace(length=length)
+            moved, losses = _unroll_whole(config, family, data, twins, problem, keys[2])
         else:
             moved, losses = unroll(config, family, data, twins, problem, keys[2])
         slope = (losses[0] - losses[1]) / (2 * config.sigma**2)
@@ -85,7 +86,7 @@ def perturb(config: MetaConfig, weights, key: Array):
     return treedef.unflatten(noise)
 
 
-def _unroll_whole(config, family, data, twins, problem, key, length):
+def _unroll_whole(config, family, data, twins, problem, key):
     """An unroll from start to end with one perturbation, truncation by truncation."""
 
     def more(i, carry):
@@ -93,6 +94,6 @@ def _unroll_whole(config, family, data, twins, problem, key, length):
         problem, losses = unroll(config, family, data, twins, problem, jax.random.fold_in(key, i))
         return problem, total + losses
 
-    truncations = length // config.truncation
+    truncations = problem.length // config.truncation
     problem, total = lax.fori_loop(0, truncations, more, (problem, jnp.zeros(2)))
     return problem, total / truncations
