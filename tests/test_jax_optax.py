@@ -9,8 +9,9 @@ import optax
 import pytest
 
 from celo2.jax import Celo2State, celo2, celo2_base, scale_by_celo2
+from celo2.jax.update import newton_schulz
 from celo2.layout import MatrixView
-from celo2.rule import Rule
+from celo2.rule import CELO2, Rule, initial_weights
 from rules import SMALL, SMALL_BASE, jit, make_rule, normal_tree, train
 
 RULE = make_rule()
@@ -258,3 +259,18 @@ def test_gradient_with_respect_to_the_rule_s_weights_is_right():
 
     expected = sum(jnp.sum(gradient[k] * direction[k]) for k in weights)
     assert (along(1e-3) - along(-1e-3)) / 2e-3 == pytest.approx(float(expected), rel=0.05)
+
+
+def test_rule_that_starts_at_momentum_orthogonalizes_the_momentum():
+    rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(0), "momentum"))
+    tx, shapes = scale_by_celo2(rule), {"kernel": (6, 4)}
+    params, first, second = (normal_tree(shapes, seed) for seed in range(3))
+
+    @jit
+    def second_update():
+        _, state = tx.update(first, tx.init(params), params)
+        return tx.update(second, state, params)[0]["kernel"]
+
+    expected = newton_schulz(0.9 * first["kernel"] + second["kernel"])
+    expected /= jnp.sqrt(jnp.mean(jnp.square(expected)))
+    np.testing.assert_allclose(second_update(), expected, rtol=1e-3, atol=1e-3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from celo2.rule import (
     FEATURES,
     Rule,
     RuleConfig,
+    Start,
     feature_count,
+    feature_rows,
     feature_width,
     initial_weights,
     weight_shapes,
@@ -117,3 +120,25 @@ def test_initial_weights_are_cut_normals_and_zero_biases():
 def test_initial_weights_follow_the_generator():
     same = [initial_weights(CELO2, np.random.default_rng(seed))["w0"] for seed in (0, 0, 1)]
     assert np.array_equal(same[0], same[1]) and not np.array_equal(same[0], same[2])
+
+
+@pytest.mark.parametrize("hidden", [(8, 8), (2,), (4, 3, 5)])
+@pytest.mark.parametrize("start", get_args(Start)[1:])
+def test_start_makes_a_feature_the_direction(start, hidden):
+    config = dataclasses.replace(CELO2, hidden=hidden)
+    rng = np.random.default_rng(0)
+    drawn = initial_weights(config, rng, start)
+    features = rng.standard_normal((50, feature_count(config))).astype(np.float32)
+    x = features
+    for layer in range(len(hidden)):
+        x = np.maximum(x @ drawn[f"w{layer}"] + drawn[f"b{layer}"], 0)
+        assert (x[:, 2:] > 0).any() or hidden[layer] == 2  # the other units can learn
+    x = x @ drawn[f"w{len(hidden)}"]
+    np.testing.assert_allclose(x[:, 0], features[:, feature_rows(config)[start].start], rtol=1e-5)
+    assert not x[:, 1:].any()
+
+
+def test_start_needs_two_units_in_every_layer():
+    config = dataclasses.replace(CELO2, hidden=(8, 1))
+    with pytest.raises(ValueError, match=r"hidden=\(8, 1\) must be 2 or wider"):
+        initial_weights(config, np.random.default_rng(0), "momentum")

@@ -250,7 +250,7 @@ def test_settings_of_a_group_reach_the_step():
     ).step()
     a, c, b, d = (1 - param.detach() for param in params)
     assert (a - 0.005).square().mean().sqrt() == pytest.approx(1e-2, rel=1e-3)
-    assert torch.allclose(b, torch.tensor(0.1 + 0.2))  # AdamW's first step, at 20 times the rate
+    assert torch.allclose(b, torch.tensor(0.04 + 0.08))  # AdamW's first step, at 8 times the rate
     for x in (c, d):
         assert x.square().mean().sqrt() == pytest.approx(5e-4, rel=1e-3)
 

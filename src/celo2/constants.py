@@ -18,4 +18,5 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPSILON = 1e-8
 
-ADAM_MULTIPLIER = 20.0  # the rate of Adam's branch, in learning rates
+# The rate of Adam's branch, in learning rates: ours, see docs/learning-rate.md.
+ADAM_MULTIPLIER = 8.0

@@ -11,6 +11,7 @@ import numpy as np
 Form = Literal["d", "d_exp_m", "d_exp_m_avg"]
 Norm = Literal["raw", "norm", "norm_clip", "rolling_norm", "rolling_norm_clip"]
 Vectors = Literal["adam", "rule"]
+Start = Literal["random", "momentum", "momentum_over_rms", "factored_momentum"]
 
 
 class Feature(NamedTuple):
@@ -158,14 +159,37 @@ def check_shapes(config: RuleConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
             )
 
 
-def initial_weights(config: RuleConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Fresh MLP weights: normal cut at two standard deviations of 1/√fan_in, zero biases."""
-    return {
+def initial_weights(
+    config: RuleConfig, rng: np.random.Generator, start: Start = "random"
+) -> dict[str, np.ndarray]:
+    """Fresh MLP weights: normal cut at two standard deviations of 1/√fan_in, zero biases.
+
+    Unless `start` is random, the direction they give is that feature at its first decay.
+    """
+    weights = {
         name: _truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
         if len(shape) == 2
         else np.zeros(shape, np.float32)
         for name, shape in weight_shapes(config).items()
     }
+    if start != "random":
+        _carry(config, weights, feature_rows(config)[start].start)
+    return weights
+
+
+def _carry(config: RuleConfig, weights: dict[str, np.ndarray], row: int) -> None:
+    """Makes a feature the MLP's direction: two units of each layer hold its positive part and
+    its negative part, the others are there to learn and count for nothing yet.
+    """
+    if min(config.hidden) < 2:
+        raise ValueError(f"hidden={config.hidden} must be 2 or wider to carry a feature through.")
+    last = len(config.hidden)
+    for layer in range(last):
+        weights[f"w{layer}"][:, :2] = 0.0
+        weights[f"w{layer}"][[row, row] if layer == 0 else [0, 1], [0, 1]] = 1.0
+    weights["w0"][row, 1] = -1.0
+    weights[f"w{last}"][:] = 0.0
+    weights[f"w{last}"][:2, 0] = 1.0, -1.0
 
 
 def _truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -53,7 +53,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest_as_in_celo2():
     assert rms(update["head"]["kernel"]) > 0.9e-3  # of Adam's first step, all signs
 
 
-@pytest.mark.parametrize(("name", "usual"), [("celo2", 20.0), ("muon", 1.0)])
+@pytest.mark.parametrize(("name", "usual"), [("celo2", 8.0), ("celo2-rms0.2", 1.0), ("muon", 1.0)])
 def test_adam_s_multiplier_can_be_set(name, usual):
     default = first_update(small(name))
     other = first_update(small(name, adam_multiplier=5.0))
@@ -65,7 +65,7 @@ def test_adam_s_multiplier_can_be_set(name, usual):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_and_on_every_parameter(name):
     plain, decayed = (first_update(small(name, weight_decay=d)) for d in (0.0, 0.5))
-    factor = 20.0 if name in ("celo2", "celo2-rms0.2") else 1.0
+    factor = 8.0 if name == "celo2" else 1.0
     pull = jax.tree.map(lambda a, b: a - b, plain, decayed)
     np.testing.assert_allclose(pull["hidden"]["kernel"], 0.5e-3, rtol=1e-3)
     np.testing.assert_allclose(pull["head"]["kernel"], factor * 0.5e-3, rtol=1e-3)

@@ -12,6 +12,7 @@ from quadratics import RULE, WEIGHTS, quadratic
 import celo2
 from celo2 import cli
 from celo2.baselines import muon
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.metatrain import heldout, smallconv
 from celo2.rule import Rule
 from celo2.tasks import Task
@@ -45,11 +46,17 @@ def test_trying_another_rule_does_not_compile_again(problem):
     first = heldout.tune(problem, GOOD)
     second = heldout.tune(problem, make_rule(RULE, seed=1))
     assert first["losses"] != second["losses"]
-    assert heldout._program(problem, RULE)._cache_size() == 1
+    assert heldout._program(problem, RULE, ADAM_MULTIPLIER)._cache_size() == 1
 
 
 def test_the_same_rule_gets_the_same_result(problem):
     assert heldout.tune(problem, GOOD) == heldout.tune(problem, GOOD)
+
+
+def test_adam_s_rate_beside_a_rule_can_be_set(problem):
+    usual = heldout.tune(problem, GOOD)
+    assert heldout.tune(problem, GOOD, ADAM_MULTIPLIER) == usual
+    assert heldout.tune(problem, GOOD, 2 * ADAM_MULTIPLIER)["losses"] != usual["losses"]
 
 
 def test_best_rate_is_that_of_the_lowest_loss(problem):
@@ -187,3 +194,15 @@ def test_try_names_what_it_does_not_know(tiny_try, capsys):
     pytest.importorskip("tyro")
     assert cli.main(["try", "a.safetensors", "--against", "adamx"]) == 2
     assert "'adamx' is none of adamw, muon and no rule" in capsys.readouterr().err
+
+
+def test_try_takes_another_rate_for_adam_and_refuses_none(tiny_try, problem, capsys):
+    pytest.importorskip("tyro")
+    options = ["--against", "adamw", "--json", "--adam-multiplier"]
+    assert cli.main(["try", "a.safetensors", *options, "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["adam_multiplier"] == 20.0
+    ours = found["problems"]["tiny"]["a.safetensors"]
+    assert ours["losses"] == heldout.tune(problem, GOOD, 20.0)["losses"]
+    assert cli.main(["try", "a.safetensors", *options, "0"]) == 2
+    assert "adam_multiplier=0.0 must be a positive number" in capsys.readouterr().err

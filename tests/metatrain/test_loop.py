@@ -180,6 +180,12 @@ def test_rule_of_another_kind_is_refused_before_anything_is_written(tmp_path):
     assert not MetaFolder(tmp_path / "run").has_run()
 
 
+def test_start_and_a_given_rule_are_one_too_many(tmp_path):
+    rule = Rule(TINY.rule, initial_weights(TINY.rule, np.random.default_rng(5)))
+    with pytest.raises(ValueError, match="start='momentum' and init_from were given: give one"):
+        run(tmp_path / "run", tiny(start="momentum"), init_from=rule)
+
+
 def test_best_rule_is_kept_and_survives_resuming(tmp_path):
     scores = iter([0.5, 0.1, float("nan"), 0.3])
 

@@ -1,10 +1,12 @@
 """`celo2 try`: a rule on held-out problems, beside AdamW, Muon and other rules."""
 
 import json as jsonlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from celo2 import weights
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.metatrain import heldout
 from celo2.rule import Rule
 
@@ -16,6 +18,7 @@ def try_rule(
     size: heldout.Size = "full",
     against: str = "adamw,muon",
     problems: str | None = None,
+    adam_multiplier: float = ADAM_MULTIPLIER,
     json: bool = False,
 ) -> None:
     """Train small models with a rule, each at several learning rates, and show the best losses.
@@ -28,8 +31,11 @@ def try_rule(
         size: a full try takes about a minute for each optimizer, a quick one a quarter of that.
         against: what to compare with, separated by commas: adamw, muon or other rules.
         problems: which held-out problems, separated by commas; all by default.
+        adam_multiplier: the rate of Adam beside every rule, as a multiple of the rule's.
         json: print one JSON object with every rate's loss instead of a table.
     """
+    if not (math.isfinite(adam_multiplier) and adam_multiplier > 0):
+        raise ValueError(f"adam_multiplier={adam_multiplier} must be a positive number.")
     contenders = {rule: weights.as_rule(rule)} | {
         name: name if name in heldout.BASELINES else _other_rule(name)
         for name in _split(against)
@@ -39,7 +45,7 @@ def try_rule(
     table = {}
     if not json:
         print(_line("problem", list(contenders)))
-    for name, results in run(contenders, chosen):
+    for name, results in run(contenders, chosen, adam_multiplier):
         table[name] = results
         if not json:
             print(_line(name, [_cell(result) for result in results.values()]), flush=True)
@@ -47,21 +53,24 @@ def try_rule(
         name: sum(results[name]["score"] for results in table.values()) / len(table)
         for name in contenders
     }
+    found = {"size": size, "adam_multiplier": adam_multiplier}
     if json:
-        print(jsonlib.dumps({"size": size, "score": scores, "problems": table}, indent=2))
+        print(jsonlib.dumps(found | {"score": scores, "problems": table}, indent=2))
     else:
         print(_line("score", [f"{score:+.3f}" for score in scores.values()]))
 
 
 def run(
-    contenders: dict[str, Rule | str], problems: dict[str, heldout.HeldOut]
+    contenders: dict[str, Rule | str],
+    problems: dict[str, heldout.HeldOut],
+    adam_multiplier: float,
 ) -> Iterator[tuple[str, Results]]:
     """Problem after problem, what each rule and baseline reaches on it."""
     for name, problem in problems.items():
         yield (
             name,
             {
-                label: heldout.compare(problem, heldout.tune(problem, contender))
+                label: heldout.compare(problem, heldout.tune(problem, contender, adam_multiplier))
                 for label, contender in contenders.items()
             },
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.evaluate.find import find
 from celo2.runs.digest import digest_json
 from celo2.runs.fields import replace_fields, to_fields
@@ -37,7 +38,7 @@ class RunConfig:
         warmup: the fraction of all updates over which it first rises from zero.
         clip: the global norm above which gradients are scaled down; None never does.
         adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
-            `learning_rate`; by default 20 for rules and 1 for Muon.
+            `learning_rate`; by default 8 for rules, 1 for Muon and for celo2-rms0.2.
         b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
         precision: of the model's arithmetic; parameters and optimizer stay float32.
         remat: compute activations again in the backward pass rather than keep them all; for
@@ -103,7 +104,7 @@ class RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The config with the task's own numbers in place of every None that stands for them."""
+    """The config with the usual numbers in place of every None that stands for them."""
     spec = find(config.task)
     steps = config.steps or spec.steps
     return dataclasses.replace(
@@ -111,8 +112,17 @@ def resolve(config: RunConfig) -> RunConfig:
         label=config.label or config.optimizer,
         steps=steps,
         batch=config.batch or spec.batch,
+        adam_multiplier=config.adam_multiplier or usual_multiplier(config.optimizer),
         evaluate_every=config.evaluate_every or max(1, steps // EVALUATIONS),
     )
+
+
+def usual_multiplier(optimizer: str) -> float | None:
+    """Adam's rate beside a rule that leaves part of the model to it; None for other optimizers."""
+    if optimizer == "celo2-rms0.2":
+        return 1.0  # the paper's variant: steps of AdamW's size, and one rate for both
+    is_file = optimizer.endswith(".safetensors") or optimizer.startswith("hf://")
+    return ADAM_MULTIPLIER if optimizer == "celo2" or is_file else None
 
 
 def from_fields(fields: Mapping[str, Any]) -> RunConfig:

@@ -7,7 +7,7 @@ import optax
 
 from celo2 import baselines
 from celo2.constants import ADAM_MULTIPLIER
-from celo2.evaluate.config import RunConfig
+from celo2.evaluate.config import RunConfig, usual_multiplier
 from celo2.jax import celo2
 from celo2.rule import Rule
 from celo2.runs.address import import_function
@@ -82,12 +82,13 @@ def make_optimizer(
 
 
 def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.GradientTransformation:
+    multiplier = config.adam_multiplier or usual_multiplier(config.optimizer) or ADAM_MULTIPLIER
     return celo2(
         schedule,
         rule=rule,
         weight_decay=config.weight_decay,
         rms_scale=RULES.get(config.optimizer, ("", 1.0))[1],
-        adam_learning_rate=_times(config.adam_multiplier or ADAM_MULTIPLIER, schedule),
+        adam_learning_rate=_times(multiplier, schedule),
         adam_b1=config.b1,
         adam_b2=config.b2,
         adam_eps=config.eps,

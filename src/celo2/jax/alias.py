@@ -20,8 +20,6 @@ from celo2.weights import as_rule
 ScalarOrSchedule = float | Array | optax.Schedule
 Mask = Any | Callable[[optax.Params], Any]
 
-# As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
-
 
 def celo2(
     learning_rate: ScalarOrSchedule,
@@ -53,8 +51,7 @@ def celo2(
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         weight_decay_mask: a tree of booleans, or a function of the params that returns one.
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
-        adam_learning_rate: AdamW's rate or schedule; 20 times `learning_rate` by default, the
-            ratio the rules are meta-trained with.
+        adam_learning_rate: AdamW's rate or schedule; 8 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
         adam: a transformation to use in place of `optax.scale_by_adam` with these settings.
         adam_mask: a tree of booleans, True where AdamW updates, or a function of the params

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from celo2.rule import CELO2, CELO2_BASE, RuleConfig
+from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start
 from celo2.runs.fields import replace_fields
 
 Estimator = Literal["pes", "truncated_es", "full_es"]
@@ -21,6 +21,8 @@ class MetaConfig:
 
     Args:
         rule: what the rule computes.
+        start: what its first weights give: noise, or a known direction (Muon's is momentum, Adam's
+            momentum_over_rms).
         iterations: outer iterations.
         seed: of everything random.
         datasets: the image sets problems draw from; None takes the paper's four if they are at
@@ -47,6 +49,7 @@ class MetaConfig:
     """
 
     rule: RuleConfig = field(default_factory=lambda: CELO2)
+    start: Start = "random"
     iterations: int = 100_000
     seed: int = 0
     datasets: tuple[str, ...] | None = None
@@ -71,6 +74,7 @@ class MetaConfig:
 
     def __post_init__(self):
         for name, kind in (
+            ("start", Start),
             ("estimator", Estimator),
             ("augmentation", Augmentation),
             ("inner_decay", Decay),

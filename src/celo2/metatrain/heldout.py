@@ -13,6 +13,7 @@ import optax
 from jax import Array, lax
 
 from celo2.baselines import adamw, muon
+from celo2.constants import ADAM_MULTIPLIER
 from celo2.jax import celo2
 from celo2.metatrain.smallconv import digits_convnet
 from celo2.rule import Rule, RuleConfig
@@ -105,15 +106,18 @@ def compare(problem: HeldOut, result: dict[str, Any]) -> dict[str, Any]:
     return result | {"adamw": adamw, "score": math.log(result["loss"] / adamw)}
 
 
-def tune(problem: HeldOut, optimizer: Rule | str) -> dict[str, Any]:
+def tune(
+    problem: HeldOut, optimizer: Rule | str, adam_multiplier: float = ADAM_MULTIPLIER
+) -> dict[str, Any]:
     """The final validation loss of a rule or baseline at its best rate, that rate, and the curve.
 
+    `adam_multiplier` is the rate of Adam's branch beside a rule, as a multiple of the rule's.
     `error` is the loss's standard error over seeds, None where there is one seed. Everything
     random has fixed seeds: the same rule gets the same result.
     """
     if isinstance(optimizer, str):
         return dict(_tune_baseline(problem, optimizer))
-    return _tune(problem, optimizer.config, optimizer.weights)
+    return _tune(problem, optimizer.config, optimizer.weights, adam_multiplier)
 
 
 @cache
@@ -136,13 +140,19 @@ def _problem(name: str, size: Size) -> HeldOut:
     )
 
 
-def _tune(problem: HeldOut, kind: str | RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _tune(
+    problem: HeldOut,
+    kind: str | RuleConfig,
+    weights: Mapping[str, Any],
+    adam_multiplier: float = ADAM_MULTIPLIER,
+) -> dict[str, Any]:
     rates = rates_of(kind)
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
     keys = jax.random.split(jax.random.key(SEED), problem.seeds)
     starts = [problem.task.init(key) for key in keys]
     starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
-    found = _program(problem, kind)(problem.task.data, starts, keys, weights, jnp.asarray(rates))
+    program = _program(problem, kind, adam_multiplier)
+    found = program(problem.task.data, starts, keys, weights, jnp.asarray(rates))
     losses = np.nan_to_num(np.asarray(found, np.float64), nan=np.inf)  # [rates, seeds]
     losses = np.minimum(losses, problem.worst)
     means = losses.mean(1).tolist()
@@ -158,13 +168,15 @@ def _tune(problem: HeldOut, kind: str | RuleConfig, weights: Mapping[str, Any]) 
 
 
 @cache
-def _program(problem: HeldOut, kind: str | RuleConfig) -> Callable[..., Array]:
+def _program(
+    problem: HeldOut, kind: str | RuleConfig, adam_multiplier: float
+) -> Callable[..., Array]:
     """data, starts, keys, weights, rates -> final validation losses [rates, seeds], compiled."""
     task = problem.task
     shape = _schedule(problem.steps)
 
     def final_loss(data, params, key: Array, weights, rate: Array) -> Array:
-        tx = _optimizer(kind, weights, lambda count: rate * shape(count))
+        tx = _optimizer(kind, weights, adam_multiplier, lambda count: rate * shape(count))
 
         def step(carry, key: Array):
             params, state = carry
@@ -197,11 +209,18 @@ def _schedule(steps: int) -> optax.Schedule:
 
 
 def _optimizer(
-    kind: str | RuleConfig, weights: Mapping[str, Array], schedule: optax.Schedule
+    kind: str | RuleConfig,
+    weights: Mapping[str, Array],
+    adam_multiplier: float,
+    schedule: optax.Schedule,
 ) -> optax.GradientTransformation:
     if isinstance(kind, str):
         return BASELINES[kind].make(schedule)
-    return celo2(schedule, rule=Rule(kind, weights))
+    return celo2(
+        schedule,
+        rule=Rule(kind, weights),
+        adam_learning_rate=lambda count: adam_multiplier * schedule(count),
+    )
 
 
 # The best rates of runs this short; all ranges are equally wide.

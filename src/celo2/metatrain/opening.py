@@ -124,6 +124,8 @@ def check_same(
 
 def matching_rule(config: MetaConfig, init_from: Rule | str | PathLike) -> Rule:
     """The rule to start from, if it computes what the config says."""
+    if config.start != "random":
+        raise ValueError(f"start={config.start!r} and init_from were given: give one.")
     rule = files.as_rule(init_from)
     if rule.config != config.rule:
         theirs = from_fields({"rule": to_fields(MetaConfig(rule=rule.config))["rule"]}, config)

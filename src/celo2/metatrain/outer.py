@@ -87,7 +87,7 @@ def build(config: MetaConfig, family: Family, mesh: Mesh) -> Program:
         )
     # Host arrays: every process has the same ones, and JAX spreads them over the mesh.
     data = jax.device_put(jax.tree.map(np.asarray, family.data), NamedSharding(mesh, P()))
-    first = initial_weights(config.rule, np.random.default_rng(config.seed))
+    first = initial_weights(config.rule, np.random.default_rng(config.seed), config.start)
     start = _make_start(config, family, mesh)
     abstract = _with_shardings(jax.eval_shape(start, first), mesh)
     compiled_start = jax.jit(start, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))

@@ -32,7 +32,6 @@ from celo2.torch.step import Job, Options, move
 from celo2.torch.tensors import aligned, frame_of, full_precision
 from celo2.weights import as_rule
 
-# As in meta-training: there the biases learn with Adam at 20 times the rule's step size.
 CPU = torch.device("cpu")
 
 
@@ -49,8 +48,7 @@ class Celo2(torch.optim.Optimizer):
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
-        adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both; rules
-            are meta-trained with 20.
+        adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
         overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
             matches counts.
