@@ -1,0 +1,139 @@
+import dataclasses
+import os
+import pickle
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celo2 import encoding
+from celo2 import published as published_module
+from celo2.rule import CELO2, CELO2_BASE, FEATURES, initial_weights
+from rule_files import (
+    FILE,
+    REPOSITORY,
+    WIDE,
+    published,
+    published_arrays,
+    same,
+)
+
+
+def chunked(array, size):
+    flat = array.reshape(-1)
+    chunks = [flat[i : i + size] for i in range(0, flat.size, size)]
+    return {
+        "__msgpack_chunked_array__": True,
+        "shape": {str(i): n for i, n in enumerate(array.shape)},
+        "chunks": {str(i): chunk for i, chunk in enumerate(chunks)},
+    }
+
+
+def convert(tmp_path, data, config=CELO2):
+    (tmp_path / "theta.state").write_bytes(data)
+    return published_module.convert(tmp_path / "theta.state", config)
+
+
+@pytest.mark.parametrize("config", [CELO2, CELO2_BASE, WIDE])
+def test_conversion_joins_the_blocks_and_infers_the_widths(tmp_path, config):
+    rule = convert(tmp_path, published(config), dataclasses.replace(config, hidden=(1,)))
+    expected = initial_weights(config, np.random.default_rng(2))
+    assert rule.config == config
+    assert all(np.array_equal(rule.weights[name], expected[name]) for name in expected)
+    assert rule.origin["converted_from"] == "theta.state"
+    assert same(encoding.from_bytes(encoding.to_bytes(rule), "rule"), rule)
+
+
+def test_conversion_joins_chunked_and_wider_arrays(tmp_path):
+    arrays = published_arrays()
+    plain = convert(tmp_path, published())
+    changed = published(w1=chunked(arrays["w1"], 7), b0=arrays["b0"].astype(np.float64))
+    assert all(
+        np.array_equal(weight, plain.weights[name])
+        for name, weight in convert(tmp_path, changed).weights.items()
+    )
+
+
+ZEROS = np.zeros((8, 8), np.float32)
+BAD_CHECKPOINTS = {
+    "other decays": (published(WIDE), "2 decays and the config has 3.*--momentum-decays"),
+    "missing block": (published(w0__5=None), "missing: w0__5"),
+    "missing bias": (published(b1=None), "missing: b1"),
+    "unknown array": (published(extra=ZEROS), "unknown: extra"),
+    "wide block": (published(w0__5=ZEROS), r"w0__5 has shape \(8, 8\) where \(3, 8\)"),
+    "flat block": (published(w0__3=ZEROS[0]), "no matrices: w0__3"),
+    "scalar": (published(w0__3=np.float32(1)), "no matrices: w0__3"),
+    "integers": (published(w1=ZEROS.astype(np.int32)), "int32"),
+    "objects": (published(w1=ZEROS.astype("S4")), "dtype"),
+    "not finite": (published(b0=np.full(8, np.nan, np.float32)), "b0 holds values"),
+    "a number": (published(b0=3), "other than arrays"),
+    "no chunks": (published(w1={"__msgpack_chunked_array__": True}), "no chunks"),
+    "lost chunk": (
+        published(w1=chunked(ZEROS, 7) | {"chunks": {"1": ZEROS[0]}}),
+        "chunks are not flat",
+    ),
+    "short chunks": (published(w1=chunked(ZEROS, 7) | {"shape": {"0": 9, "1": 9}}), "64 numbers"),
+    "other tree": (msgpack.packb({"params": {}}), "no 'ff_mod_stack'"),
+    "list": (msgpack.packb([1, 2]), "no 'ff_mod_stack'"),
+    "empty": (b"", "not a published checkpoint"),
+    "truncated": (published()[:-1], "not a published checkpoint"),
+    "extended": (published() + b"\0", "not a published checkpoint"),
+    "vast array": (b"\xdd\xff\xff\xff\xff", "max_array_len.256"),
+    "vast map": (b"\xdf\xff\xff\xff\xff", "max_map_len.256"),
+    "vast text": (b"\xdb\xff\xff\xff\xff", "incomplete"),
+    "nested": (b"\x91" * 10**5, "not a published checkpoint"),
+    "twice": (b"\x82\xa1a\x01\xa1a\x02", "twice"),
+    "complex": (msgpack.packb(msgpack.ExtType(2, msgpack.packb((1, 2)))), "extension 2"),
+    "pickle": (pickle.dumps({"a": 1}), "not a published checkpoint"),
+    "a rule": (FILE, "not a published checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_bad_checkpoint_is_refused_with_the_reason(tmp_path, name):
+    data, message = BAD_CHECKPOINTS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        convert(tmp_path, data)
+    assert str(caught.value).isprintable()
+
+
+CHECKPOINT = published()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, len(CHECKPOINT) - 1), st.integers(1, 255)), max_size=3),
+    st.integers(0, len(CHECKPOINT)) | st.just(len(CHECKPOINT)),
+)
+def test_damaged_checkpoint_is_a_rule_or_a_value_error(tmp_path_factory, changes, length):
+    data = bytearray(CHECKPOINT)
+    for position, mask in changes:
+        data[position] ^= mask
+    try:  # a checkpoint has no digest: other numbers cannot be noticed
+        rule = convert(tmp_path_factory.getbasetemp(), bytes(data[:length]))
+    except ValueError:
+        return
+    assert all(np.isfinite(weight).all() for weight in rule.weights.values())
+
+
+def find_beside(name):
+    """A file that comes with the project's material but is not part of the repository."""
+    return next(iter(sorted(REPOSITORY.parent.glob(f"*/{name}"))), None)
+
+
+def test_published_checkpoint_becomes_the_published_rule():
+    file = os.environ.get("CELO2_PUBLISHED") or find_beside("published/celo2_theta.state")
+    if not file:
+        pytest.skip("set CELO2_PUBLISHED to the authors' theta.state to run this")
+    rule = published_module.convert(file)
+    assert rule.config == CELO2
+    golden = find_beside("golden/celo2_pretrained.npz")
+    if not golden:
+        pytest.skip("golden/celo2_pretrained.npz is not beside the repository")
+    with np.load(golden) as arrays:
+        blocks = [arrays[f"theta/w0__{i}"] for i in range(len(FEATURES))]
+        assert np.array_equal(rule.weights["w0"], np.concatenate(blocks))
+        for name in ("b0", "w1", "b1", "w2", "b2"):
+            assert np.array_equal(rule.weights[name], arrays[f"theta/{name}"])
