@@ -28,9 +28,9 @@ MAY_IMPORT = {
     "tasks": set(),
     "baselines": {"rule", "jax"},
     "runs": {"weights"},
-    "metatrain": {"rule", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
+    "metatrain": {"rule", "constants", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
     "evaluate": {"constants", "rule", "encoding", "weights", "jax", "tasks", "baselines", "runs"},
-    "commands": {"rule", "weights", "tasks", "runs", "metatrain", "evaluate"},
+    "commands": {"rule", "constants", "weights", "tasks", "runs", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
     "cli": {"__init__", "rule", "layout", "hub", "encoding", "weights", "published"},
 }

@@ -37,12 +37,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from celo2.evaluate import rows
 from celo2.evaluate.config import RunConfig, resolve
 from celo2.evaluate.feed import Feed
 from celo2.evaluate.program import Program, build
 from celo2.evaluate.storage import Start, clear, find_start, identity, save
-from celo2.runs import machine, records
-from celo2.runs.fields import to_fields
+from celo2.runs import records
 from celo2.runs.folder import RunFolder, locked
 from celo2.runs.processes import in_primary, is_primary, some_process
 from celo2.runs.records import Row
@@ -112,8 +112,8 @@ def run(
 
 def end_row(path: Path) -> Row | None:
     """The end row of a finished run's records; None for any other."""
-    rows = [row for row in records.read(path) if row.get("kind") == "end"]
-    return rows[-1] if rows and rows[-1].get("finished") else None
+    ends = [row for row in records.read(path) if row.get("kind") == "end"]
+    return ends[-1] if ends and ends[-1].get("finished") else None
 
 
 def next_stop(config: RunConfig, step: int) -> int:
@@ -133,29 +133,10 @@ def _open(folder: RunFolder, config: RunConfig, data: Any, mesh: Mesh | None, re
 
 
 def _start(run: Run) -> Iterator[Row]:
-    about = {
-        "time": time.time(),
-        "versions": machine.versions(),
-        "hardware": machine.hardware(),
-    }
     if run.step > 0:
-        yield _record(run, {"kind": "resume", "step": run.step, **about})
+        yield _record(run, rows.resume(run.step))
         return
-    setup = run.program.setup
-    yield _record(
-        run,
-        {
-            "kind": "start",
-            "step": 0,
-            "config": to_fields(run.config),
-            "rule": setup.rule,
-            "data": setup.checksum,
-            "metric": setup.spec.metric,
-            "higher_is_better": setup.spec.higher_is_better,
-            "sizes": setup.sizes,
-            **about,
-        },
-    )
+    yield _record(run, rows.start(run.config, run.program.setup))
     yield _validate(run)
 
 
@@ -181,7 +162,7 @@ def _train(
         metrics = _evaluate(run)
     if finite and keep:
         _save(run)
-    yield _record(run, _end(run, metrics if finite else None))
+    yield _record(run, rows.end(run.program, run.step, run.seconds, metrics if finite else None))
     if not keep and is_primary():
         clear(run.folder)
 
@@ -195,8 +176,8 @@ def _advance(run: Run) -> tuple[Row, bool]:
     row = {
         "kind": "train",
         "step": told.step,
-        "metrics": _shorten(told.metrics),
-        **_shorten(told.norms),
+        "metrics": rows.shorten(told.metrics),
+        **rows.shorten(told.norms),
         "seconds": round(run.seconds, 4),
     }
     return _record(run, row), told.finite
@@ -207,27 +188,7 @@ def _validate(run: Run) -> Row:
 
 
 def _evaluate(run: Run) -> dict[str, float | None]:
-    return records.clean(_shorten(run.program.evaluate(run.state)))
-
-
-def _end(run: Run, metrics: dict[str, float | None] | None) -> Row:
-    """The end row; a run without a finite score has diverged."""
-    program = run.program
-    score = (metrics or {}).get(program.setup.spec.metric)
-    return {
-        "kind": "end",
-        "step": run.step,
-        "finished": True,
-        "diverged": score is None,
-        "metrics": metrics,
-        "score": score,
-        "seconds": round(run.seconds, 4),
-        "seconds_per_step": run.seconds / max(1, run.step),
-        "compile_seconds": round(program.compile_seconds, 3),
-        "state_bytes": program.setup.sizes["state_bytes"],
-        "temporary_bytes": program.temporary_bytes,
-        "peak_bytes": machine.peak_bytes(),
-    }
+    return records.clean(rows.shorten(run.program.evaluate(run.state)))
 
 
 def _record(run: Run, row: Row) -> Row:
@@ -249,10 +210,3 @@ def _save(run: Run) -> None:
         save(run.folder, run.step, run.state, meta)
         run.saved_step = run.step
     run.saved_at = time.monotonic()
-
-
-def _shorten(numbers: Any) -> Any:
-    """Six digits are enough for tables and pictures."""
-    if isinstance(numbers, dict):
-        return {name: _shorten(value) for name, value in numbers.items()}
-    return float(f"{numbers:.6g}")
