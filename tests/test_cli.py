@@ -9,7 +9,7 @@ import pytest
 import celo2
 from celo2 import cli, encoding, hub, weights
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Rule, initial_weights
-from test_weights import published
+from rule_files import published
 
 pytest.importorskip("tyro", reason="tyro is not installed")
 RULE = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(4)), {"by": "hand\x1b[2J"})
