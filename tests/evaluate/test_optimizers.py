@@ -24,8 +24,7 @@ def rms(x) -> float:
     return float(jnp.sqrt(jnp.mean(jnp.square(x))))
 
 
-# The shipped celo2-base is not trained.
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "celo2-base"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_descends(name):
     update = first_update(small(name))
     assert all(jnp.all(u < 0) for u in jax.tree.leaves(update["head"]))
@@ -47,6 +46,19 @@ def test_rule_s_rms_variant_is_a_fifth():
     np.testing.assert_allclose(fifth, 0.2 * whole, rtol=1e-5)
 
 
+def test_nesterov_variant_has_muon_s_adam_and_celo2_s_rule():
+    def second_update(name):
+        config = small(name, adam_multiplier=1.0)
+        tx = make_optimizer(config, load_rule(config.optimizer), lambda count: 1e-3)
+        _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        return tx.update(jax.tree.map(jnp.negative, GRADS), state, PARAMS)[0]
+
+    ours, plain, muon = map(second_update, ("celo2-nesterov", "celo2", "muon"))
+    np.testing.assert_array_equal(ours["hidden"]["kernel"], plain["hidden"]["kernel"])
+    np.testing.assert_allclose(ours["head"]["kernel"], muon["head"]["kernel"], rtol=1e-5)
+    assert jnp.all(ours["head"]["kernel"] > plain["head"]["kernel"])  # it turns round sooner
+
+
 def test_muon_takes_hidden_matrices_and_adamw_the_rest_as_in_celo2():
     update = first_update(small("muon"))
     assert rms(update["hidden"]["kernel"]) < 0.5e-3  # Kimi's 0.2; rank-one gradients have less
@@ -65,7 +77,7 @@ def test_adam_s_multiplier_can_be_set(name, usual):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_and_on_every_parameter(name):
     plain, decayed = (first_update(small(name, weight_decay=d)) for d in (0.0, 0.5))
-    factor = 8.0 if name == "celo2" else 1.0
+    factor = 8.0 if name in ("celo2", "celo2-nesterov") else 1.0
     pull = jax.tree.map(lambda a, b: a - b, plain, decayed)
     np.testing.assert_allclose(pull["hidden"]["kernel"], 0.5e-3, rtol=1e-3)
     np.testing.assert_allclose(pull["head"]["kernel"], factor * 0.5e-3, rtol=1e-3)

@@ -26,8 +26,8 @@ class RunConfig:
 
     Args:
         task: a name of celo2.tasks.TASKS, or `module:function`, which makes a celo2.tasks.Task.
-        optimizer: celo2, celo2-base, celo2-rms0.2, adamw, muon, sgd, lion, a rule file, an hf://
-            address, or `module:function`, called with (schedule, weight_decay).
+        optimizer: celo2, celo2-base, celo2-rms0.2, celo2-nesterov, adamw, muon, sgd, lion, a rule
+            file, an hf:// address, or `module:function`, called with (schedule, weight_decay).
         label: the optimizer's name in tables; the optimizer itself by default.
         learning_rate: the highest of the schedule.
         weight_decay: decoupled, multiplied by the learning rate, on every parameter.
@@ -122,7 +122,7 @@ def usual_multiplier(optimizer: str) -> float | None:
     if optimizer == "celo2-rms0.2":
         return 1.0  # the paper's variant: steps of AdamW's size, and one rate for both
     is_file = optimizer.endswith(".safetensors") or optimizer.startswith("hf://")
-    return ADAM_MULTIPLIER if optimizer == "celo2" or is_file else None
+    return ADAM_MULTIPLIER if optimizer in ("celo2", "celo2-nesterov") or is_file else None
 
 
 def from_fields(fields: Mapping[str, Any]) -> RunConfig:

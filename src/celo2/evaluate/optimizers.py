@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import optax
 
@@ -14,8 +15,22 @@ from celo2.runs.address import import_function
 from celo2.weights import as_rule
 
 OWN = re.compile(r"[\w.]+:\w+")  # module:function
-# A rule's name, and the factor on its updates.
-RULES = {"celo2": ("celo2", 1.0), "celo2-base": ("celo2-base", 1.0), "celo2-rms0.2": ("celo2", 0.2)}
+
+
+class Variant(NamedTuple):
+    """A shipped rule, the factor on its updates, and Nesterov's momentum in the Adam beside it."""
+
+    rule: str
+    rms_scale: float = 1.0
+    nesterov: bool = False
+
+
+RULES = {
+    "celo2": Variant("celo2"),
+    "celo2-base": Variant("celo2-base"),
+    "celo2-rms0.2": Variant("celo2", rms_scale=0.2),
+    "celo2-nesterov": Variant("celo2", nesterov=True),  # the Adam that optax's Muon has
+}
 
 Make = Callable[[RunConfig, optax.Schedule], optax.GradientTransformation]
 
@@ -58,7 +73,7 @@ def load_rule(name: str) -> Rule | None:
     if name in BASELINES or OWN.fullmatch(name):
         return None
     try:
-        return as_rule(RULES[name][0] if name in RULES else name)
+        return as_rule(RULES[name].rule if name in RULES else name)
     except FileNotFoundError as error:
         raise ValueError(
             f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}, no rule file and not "
@@ -83,15 +98,14 @@ def make_optimizer(
 
 def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.GradientTransformation:
     multiplier = config.adam_multiplier or usual_multiplier(config.optimizer) or ADAM_MULTIPLIER
+    variant = RULES.get(config.optimizer, Variant(config.optimizer))
     return celo2(
         schedule,
         rule=rule,
         weight_decay=config.weight_decay,
-        rms_scale=RULES.get(config.optimizer, ("", 1.0))[1],
+        rms_scale=variant.rms_scale,
         adam_learning_rate=_times(multiplier, schedule),
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        adam_eps=config.eps,
+        adam=optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=variant.nesterov),
     )
 
 
