@@ -1,30 +1,15 @@
 """The step as `torch.optim` promises it: closures, rates, schedulers, scaling, hooks, layouts."""
 
 import copy
-import sys
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from celo2.torch import Celo2, Celo2Base
 from small import SMALL_BASE, make_rule
-from torch_models import LR, RULE, assert_same, loss_of, make_model, train
-
-
-def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
-    """With a gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    param, grad = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
-    param = nn.Parameter(param)
-    param.grad = grad
-    return param
-
-
-def rms(x: torch.Tensor) -> float:
-    return x.detach().double().square().mean().sqrt().item()
+from torch_models import LR, RULE, assert_same, loss_of, make_model, parameter, rms, train
 
 
 @pytest.mark.parametrize("cls", [Celo2, Celo2Base])
@@ -216,112 +201,3 @@ def test_copy_goes_on_as_the_original_and_by_itself():
     before = copy.deepcopy(model)
     train(copied_model, copied)
     assert_same(model, before)
-
-
-def test_foreach_equals_one_by_one():
-    models = [make_model(), make_model()]
-    for foreach, model in zip((None, False), models, strict=True):
-        train(model, Celo2(model, LR, rule=RULE, foreach=foreach, weight_decay=0.1), 5)
-    assert_same(*models, rtol=1e-5, atol=1e-6)
-
-
-def test_dtypes_and_shapes_can_be_mixed():
-    kinds = torch.float32, torch.bfloat16, torch.float16, torch.float64
-    shapes = (), (1,), (5,), (4, 6), (6, 4), (2, 3, 4), (0, 3), (4, 2, 3, 3)
-    params = [parameter(*s, dtype=d) for d in kinds for s in shapes]
-    before = [param.detach().clone() for param in params]
-    optimizer = Celo2(params, LR, rule=make_rule(SMALL_BASE))
-    alone = [parameter(*s, dtype=d) for d in kinds for s in shapes]
-    for param in alone:
-        Celo2([param], LR, rule=make_rule(SMALL_BASE), foreach=False).step()
-    optimizer.step()
-    for param, old, other in zip(params, before, alone, strict=True):
-        assert param.dtype == old.dtype
-        assert_same(param, other, rtol=1e-6, atol=1e-6)
-        if param.numel() > 1:
-            rel = 0.2 if param.dtype.itemsize == 2 else 1e-3
-            assert rms(param - old) == pytest.approx(LR, rel=rel)
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (0,), (3, 0)])
-@pytest.mark.parametrize("updater", [None, "rule", "adam"])
-def test_scalars_and_empty_tensors_are_no_trouble(shape, updater):
-    param = parameter(*shape)
-    before = param.detach().clone()
-    optimizer = Celo2([{"params": [("x", param)], "updater": updater}], LR, rule=RULE)
-    for _ in range(2):
-        optimizer.step()
-    assert param.isfinite().all() and (param.numel() == 0 or (param != before).all())
-    assert all(x.isfinite().all() for state in optimizer.state.values() for x in state.values())
-
-
-@pytest.mark.parametrize("foreach", [None, False])
-def test_memory_layout_does_not_matter(foreach):
-    layouts = [
-        lambda x: x,
-        lambda x: x.to(memory_format=torch.channels_last),
-        lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
-        lambda x: torch.stack([x, x], -1)[..., 0],
-    ]
-    results = []
-    for layout in layouts:
-        torch.manual_seed(0)
-        start, grads = torch.randn(4, 3, 2, 2), torch.randn(3, 4, 3, 2, 2)
-        params = [nn.Parameter(layout(start.clone())) for _ in range(2)]
-        strides = params[0].stride()
-        optimizer = Celo2(list(zip("ab", params, strict=True)), LR, rule=RULE, foreach=foreach)
-        for grad in grads:
-            for param in params:
-                param.grad = layout(grad.clone())
-            optimizer.step()
-        assert params[0].stride() == strides
-        results.append([params, [optimizer.state[param] for param in params]])
-    for params, states in results[1:]:
-        for ours, expected in zip((params, states), results[0], strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, check_stride=False)
-
-
-def test_parameters_of_several_devices_go_together():
-    here, elsewhere = parameter(4, 6), nn.Parameter(torch.zeros(4, 6, device="meta"))
-    vector = nn.Parameter(torch.zeros(3, device="meta"))
-    elsewhere.grad, vector.grad = (torch.empty_like(p) for p in (elsewhere, vector))
-    alone = copy.deepcopy(here)
-    alone.grad = here.grad
-    Celo2([("a", alone)], LR, rule=RULE).step()
-    optimizer = Celo2([("a", here), ("b", elsewhere), ("c", vector)], LR, rule=RULE)
-    optimizer.step()
-    assert_same(here, alone)
-    assert all(x.is_meta for x in optimizer.state[elsewhere].values())
-
-
-class NoSync(TorchDispatchMode):
-    """Refuses what makes the host wait for the device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"):
-            raise AssertionError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("tensor", [False, True])
-def test_capturable_step_never_waits_for_the_device(monkeypatch, foreach, tensor):
-    # Torch's AdamW takes this path on accelerators only; `torch.optim` hides the module.
-    adam = sys.modules["torch.optim.adam"]
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
-    models, lr = [make_model(), make_model()], torch.tensor(LR) if tensor else LR
-    optimizers = [
-        Celo2(model, lr, rule=RULE, weight_decay=0.1, foreach=foreach, capturable=capturable)
-        for capturable, model in zip((False, True), models, strict=True)
-    ]
-    for _ in range(2):
-        for model in models:
-            model.zero_grad()
-            loss_of(model).backward()
-        with NoSync():
-            optimizers[1].step()
-        optimizers[0].step()
-    assert_same(*models, rtol=1e-5, atol=1e-6)
-    with NoSync(), pytest.raises(AssertionError, match="_local_scalar_dense waits"):
-        optimizers[0].step()  # what the mode is for

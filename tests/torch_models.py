@@ -38,3 +38,30 @@ def assert_same(a, b, **tolerance) -> None:
     """Models, optimizers' states or tensors: equal to the bit unless tolerances are given."""
     a, b = (list(x.parameters()) if isinstance(x, nn.Module) else x for x in (a, b))
     torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} | tolerance)
+
+
+class Transformer(nn.Module):
+    """A decoder with tied embeddings, as language models are."""
+
+    def __init__(self, tied: bool = True):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(11, 8), nn.Embedding(4, 8)
+        self.attn = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
+    """With a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    param, grad = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
+    param = nn.Parameter(param)
+    param.grad = grad
+    return param
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()
