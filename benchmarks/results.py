@@ -26,14 +26,18 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 CURVES = ROOT / "docs" / "figures" / "results.png"
 SUMMARY = ROOT / "docs" / "figures" / "summary.png"
-ORDER = ("adamw", "muon", "celo2", "celo2-base", "published")
 NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "celo2": "Celo2",
+    "celo2-nesterov": "Celo2, Nesterov Adam",
     "celo2-base": "Celo2-base",
     "published": "the authors' rule",
 }
+ORDER = tuple(NAMES)
+COLOR = dict(zip(("adamw", "muon", "celo2", "celo2-base", "published"), COLORS, strict=False))
+COLOR["celo2-nesterov"] = COLOR["celo2"]
+DASHES = {"published": "--", "celo2-nesterov": ":"}
 TASKS = {
     "lm-0.8m": "language model, 0.85M",
     "lm-1m": "language model, 1M",
@@ -45,7 +49,7 @@ TASKS = {
     "minatar-freeway": "PPO, Freeway",
     "minatar-spaceinvaders": "PPO, Space Invaders",
 }
-MARKS = {"muon": "s", "celo2": "o", "celo2-base": "v", "published": "D"}
+MARKS = {"muon": "s", "celo2": "o", "celo2-nesterov": ".", "celo2-base": "v", "published": "D"}
 COLUMNS = 3
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
 
@@ -123,8 +127,8 @@ def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
             points = best_curve(sweep, entry, "valid", "metrics", metric)
             last = max((step for step, _ in points), default=0)
             shown = [point for point in points if point[0] >= SKIP * last]
-            style = {"color": COLORS[ORDER.index(entry.label)], "linewidth": 1.4}
-            style |= {"linestyle": "--"} if entry.label == "published" else {}
+            style = {"color": COLOR[entry.label], "linewidth": 1.4}
+            style["linestyle"] = DASHES.get(entry.label, "-")
             panel.plot(*zip(*shown, strict=True), label=NAMES[entry.label], **style)
     panels[0].legend(fontsize=7, frameon=False)
     FigureCanvasAgg(figure).print_figure(CURVES, dpi=150)
@@ -139,10 +143,10 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
         for entry in in_order(sweep.tasks[task]):
             if entry.label != "adamw" and (found := beside_adamw(sweep, task, entry)):
                 low, mean, high = found
-                number = ORDER.index(entry.label)
-                height = line + 0.14 * (number - 2.5)
-                style = {"color": COLORS[number], "markersize": 7 if entry.label == "celo2" else 5}
-                panel.plot([low, high], [height] * 2, color=COLORS[number], linewidth=1)
+                height = line + 0.14 * (ORDER.index(entry.label) - 3)
+                style = {"color": COLOR[entry.label]}
+                panel.plot([low, high], [height] * 2, linewidth=1, **style)
+                style["markersize"] = 7 if entry.label == "celo2" else 5
                 label = NAMES[entry.label] if line == 0 else None
                 panel.plot(mean, height, MARKS[entry.label], label=label, **style)
     panel.set_yticks(range(len(tasks)), [TASKS[task] for _, task in tasks])
@@ -155,7 +159,7 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
     turned = " (of PPO: AdamW's return / return)" if games else ""
     panel.set_xlabel(f"final validation loss / AdamW's{turned}; left is better")
     panel.grid(axis="x", which="both", alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
     FigureCanvasAgg(figure).print_figure(SUMMARY, dpi=150)
 
 

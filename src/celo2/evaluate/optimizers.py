@@ -105,7 +105,10 @@ def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.Gra
         weight_decay=config.weight_decay,
         rms_scale=variant.rms_scale,
         adam_learning_rate=_times(multiplier, schedule),
-        adam=optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=variant.nesterov),
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        adam_eps=config.eps,
+        adam_nesterov=variant.nesterov,
     )
 
 

@@ -32,6 +32,7 @@ def celo2(
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
     adam_eps: float = 1e-8,
+    adam_nesterov: bool = False,
     adam: optax.GradientTransformation | None = None,
     adam_mask: Mask | None = None,
     overrides: Overrides | None = None,
@@ -53,6 +54,7 @@ def celo2(
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
         adam_learning_rate: AdamW's rate or schedule; 8 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
+        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
         adam: a transformation to use in place of `optax.scale_by_adam` with these settings.
         adam_mask: a tree of booleans, True where AdamW updates, or a function of the params
             that returns one. Decides alone who updates what.
@@ -91,7 +93,7 @@ def celo2(
             optax.scale_by_learning_rate(learning_rate),
         ),
         "adam": optax.chain(
-            adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps),
+            adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps, nesterov=adam_nesterov),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(
                 _times(ADAM_MULTIPLIER, learning_rate)

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.nadam import nadam
+
+FULL_MOMENTUM = 1e3  # a momentum_decay with which NAdam's does not warm up: Adam after Nesterov
 
 
 def move_by_adam(
@@ -21,21 +24,26 @@ def move_by_adam(
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param) for _ in range(2))
     if isinstance(lr, Tensor) and not capturable:
         foreach = False  # torch has no such foreach
-    adam(
-        params,
-        [param.grad for param in params],  # pyright: ignore[reportArgumentType]: all have one
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        foreach=foreach,
-        capturable=capturable,
-        decoupled_weight_decay=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["adam_multiplier"] * lr,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
+    beta1, beta2 = group["betas"]
+    grads: Any = [param.grad for param in params]  # all have one
+    exp_avgs, exp_avg_sqs, steps = (
+        [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
     )
+    shared = {
+        "foreach": foreach,
+        "capturable": capturable,
+        "decoupled_weight_decay": True,
+        "beta1": beta1,
+        "beta2": beta2,
+        "lr": group["adam_multiplier"] * lr,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+    }
+    if group["adam_nesterov"]:
+        # The product of all momenta so far, which NAdam keeps, is a power here.
+        products = [beta1**step for step in steps]
+        sums = exp_avgs, exp_avg_sqs, products, steps
+        nadam(params, grads, *sums, momentum_decay=FULL_MOMENTUM, **shared)
+    else:
+        adam(params, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, **shared)

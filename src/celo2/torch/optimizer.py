@@ -47,9 +47,10 @@ class Celo2(torch.optim.Optimizer):
         lr: the RMS of the rule's step; 1e-4 … 1e-3 is usual.
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         weight_decay: decoupled, multiplied by the learning rate of each branch.
-        rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
+        rms_scale: a factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
         adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
+        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
         overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
             matches counts.
         published: follow the authors' code to the letter: the last two axes are the matrix,
@@ -57,8 +58,7 @@ class Celo2(torch.optim.Optimizer):
         skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
             finite, and count it in the state's `skipped`. Default: not `published`.
         hold_unused: keep a matrix still until its first non-zero gradient. Default: as above.
-        momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
-            instead of 16.
+        momentum_dtype: of the stored momenta; bfloat16 makes 16 bytes of state per parameter 10.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         maximize: ascend instead.
         foreach: False updates every tensor by itself; else small ones of one shape go together.
@@ -87,6 +87,7 @@ class Celo2(torch.optim.Optimizer):
         adam_multiplier: float = ADAM_MULTIPLIER,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        adam_nesterov: bool = False,
         overrides: Overrides | None = None,
         published: bool = False,
         skip_nonfinite: bool | None = None,
@@ -110,6 +111,7 @@ class Celo2(torch.optim.Optimizer):
             "adam_multiplier": adam_multiplier,
             "betas": betas,
             "eps": eps,
+            "adam_nesterov": adam_nesterov,
             "updater": None,
             "published": published,
             "skip_nonfinite": skip_nonfinite,
