@@ -49,7 +49,7 @@ TASKS = {
     "minatar-freeway": "PPO, Freeway",
     "minatar-spaceinvaders": "PPO, Space Invaders",
 }
-MARKS = {"muon": "s", "celo2": "o", "celo2-nesterov": ".", "celo2-base": "v", "published": "D"}
+MARKS = {"muon": "s", "celo2": "o", "celo2-nesterov": "*", "celo2-base": "v", "published": "D"}
 COLUMNS = 3
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
 
