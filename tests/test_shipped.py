@@ -9,13 +9,15 @@ from celo2.rule import CELO2, CELO2_BASE
 from rule_files import make_rule, same
 
 
-@pytest.mark.parametrize(("name", "config"), [("celo2", CELO2), ("celo2-base", CELO2_BASE)])
-def test_shipped_rule_has_its_config_and_was_meta_trained(name, config):
+@pytest.mark.parametrize(
+    ("name", "config", "least"), [("celo2", CELO2, 5_000), ("celo2-base", CELO2_BASE, 10_000)]
+)
+def test_shipped_rule_has_its_config_and_was_meta_trained(name, config, least):
     rule = celo2.pretrained(name)  # warnings are errors here: it has none to give
     assert rule.config == config
     assert rule.origin["made_by"] == "celo2 meta-train"
     origin = rule.origin
-    assert origin.get("total_iterations", origin["iterations"]) >= 5_000
+    assert origin.get("total_iterations", origin["iterations"]) >= least
     assert set(rule.origin["data"]) == {"mnist", "fashion_mnist", "cifar10", "svhn"}
 
 
