@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from celo2.constants import ADAM_MULTIPLIER
 from celo2.evaluate.find import find
+from celo2.evaluate.variants import find_variant
 from celo2.runs.digest import digest_json
 from celo2.runs.fields import replace_fields, to_fields
 
@@ -107,22 +107,15 @@ def resolve(config: RunConfig) -> RunConfig:
     """The config with the usual numbers in place of every None that stands for them."""
     spec = find(config.task)
     steps = config.steps or spec.steps
+    variant = find_variant(config.optimizer)
     return dataclasses.replace(
         config,
         label=config.label or config.optimizer,
         steps=steps,
         batch=config.batch or spec.batch,
-        adam_multiplier=config.adam_multiplier or usual_multiplier(config.optimizer),
+        adam_multiplier=config.adam_multiplier or (variant and variant.adam_multiplier),
         evaluate_every=config.evaluate_every or max(1, steps // EVALUATIONS),
     )
-
-
-def usual_multiplier(optimizer: str) -> float | None:
-    """Adam's rate beside a rule that leaves part of the model to it; None for other optimizers."""
-    if optimizer == "celo2-rms0.2":
-        return 1.0  # the paper's variant: steps of AdamW's size, and one rate for both
-    is_file = optimizer.endswith(".safetensors") or optimizer.startswith("hf://")
-    return ADAM_MULTIPLIER if optimizer in ("celo2", "celo2-nesterov") or is_file else None
 
 
 def from_fields(fields: Mapping[str, Any]) -> RunConfig:

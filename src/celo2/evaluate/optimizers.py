@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 import optax
 
 from celo2 import baselines
 from celo2.constants import ADAM_MULTIPLIER
-from celo2.evaluate.config import RunConfig, usual_multiplier
+from celo2.evaluate.config import RunConfig
+from celo2.evaluate.variants import VARIANTS, Variant, find_variant
 from celo2.jax import celo2
 from celo2.rule import Rule
 from celo2.runs.address import import_function
@@ -16,21 +16,6 @@ from celo2.weights import as_rule
 
 OWN = re.compile(r"[\w.]+:\w+")  # module:function
 
-
-class Variant(NamedTuple):
-    """A shipped rule, the factor on its updates, and Nesterov's momentum in the Adam beside it."""
-
-    rule: str
-    rms_scale: float = 1.0
-    nesterov: bool = False
-
-
-RULES = {
-    "celo2": Variant("celo2"),
-    "celo2-base": Variant("celo2-base"),
-    "celo2-rms0.2": Variant("celo2", rms_scale=0.2),
-    "celo2-nesterov": Variant("celo2", nesterov=True),  # the Adam that optax's Muon has
-}
 
 Make = Callable[[RunConfig, optax.Schedule], optax.GradientTransformation]
 
@@ -65,7 +50,7 @@ def _lion(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransfor
 
 
 BASELINES: dict[str, Make] = {"adamw": _adamw, "muon": _muon, "sgd": _sgd, "lion": _lion}
-OPTIMIZERS = (*RULES, *BASELINES)
+OPTIMIZERS = (*VARIANTS, *BASELINES)
 
 
 def load_rule(name: str) -> Rule | None:
@@ -73,7 +58,7 @@ def load_rule(name: str) -> Rule | None:
     if name in BASELINES or OWN.fullmatch(name):
         return None
     try:
-        return as_rule(RULES[name].rule if name in RULES else name)
+        return as_rule(VARIANTS[name].rule if name in VARIANTS else name)
     except FileNotFoundError as error:
         raise ValueError(
             f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}, no rule file and not "
@@ -97,8 +82,8 @@ def make_optimizer(
 
 
 def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.GradientTransformation:
-    multiplier = config.adam_multiplier or usual_multiplier(config.optimizer) or ADAM_MULTIPLIER
-    variant = RULES.get(config.optimizer, Variant(config.optimizer))
+    variant = find_variant(config.optimizer) or Variant(config.optimizer)
+    multiplier = config.adam_multiplier or variant.adam_multiplier or ADAM_MULTIPLIER
     return celo2(
         schedule,
         rule=rule,

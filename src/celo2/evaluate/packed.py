@@ -1,10 +1,12 @@
 """A sweep as one file of JSON lines: its index, then the records of every run that has ended.
 
 It can be kept with a project, reported and plotted as the sweep's folder can, and its runs need not
-be made again where the same recipe is swept.
+be made again where the same recipe is swept. Of a run's train rows, which are most of a sweep and
+serve only to draw curves, it keeps twenty.
 """
 
 import json
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from celo2.runs.records import Row
 from celo2.weights import write_whole
 
 KIND = "sweep"
+TRAIN_ROWS = 20  # kept of each run
 
 
 def is_packed(path: str | PathLike) -> bool:
@@ -30,7 +33,7 @@ def pack(folder: str | PathLike, path: str | PathLike) -> int:
     for stage in ("tuning", "final"):
         index[stage] = {name: fields for name, fields in index[stage].items() if name in ended}
     lines = [{"kind": KIND, **index}]
-    lines += [{"run": name, **row} for name, rows in ended.items() for row in rows]
+    lines += [{"run": name, **row} for name, rows in ended.items() for row in thin_rows(rows)]
     text = "\n".join(json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(path), text.encode() + b"\n")
@@ -60,6 +63,19 @@ def unpack(path: str | PathLike, folder: str | PathLike) -> int:
         for row in runs[name]:
             records.append(target / "records.jsonl", row)
     return len(missing)
+
+
+def thin_rows(rows: Sequence[Row], train_rows: int = TRAIN_ROWS) -> list[Row]:
+    """The rows without most of the train rows: `train_rows` stay, evenly spread, the last included.
+
+    >>> rows = [{"kind": "train", "step": step} for step in range(1, 7)]
+    >>> [row["step"] for row in thin_rows([*rows, {"kind": "end", "step": 6}], train_rows=3)]
+    [2, 4, 6, 6]
+    """
+    train = [row for row in rows if row.get("kind") == "train"]
+    kept = {len(train) * i // train_rows - 1 for i in range(1, train_rows + 1)}
+    steps = {train[i]["step"] for i in kept if i >= 0}
+    return [row for row in rows if row.get("kind") != "train" or row["step"] in steps]
 
 
 def _records(folder: Path, name: str) -> list[Row]:
