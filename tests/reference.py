@@ -4,20 +4,24 @@ It is what the JAX and Torch rooms are held to, so it shares no code with either
 speed tricks: every feature column is built, normalised and stacked before the MLP sees it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from celo2.layout import MatrixView
 from celo2.rule import RuleConfig
-
-Weights = Mapping[str, np.ndarray]
+from reference_parts import (
+    NS_COEFFICIENTS,
+    Weights,
+    matrix_axes,
+    mlp,
+    newton_schulz,
+    normalize_column,
+    rsqrt,
+)
 
 MAGNITUDE_SCALE = 0.001  # λ of the forms with a magnitude
 CLIP_THRESHOLD = 1.0  # τ of the norms that clip
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NS_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def step(
         coefficients: of Newton–Schulz.
     """
     param, grad = np.asarray(param, np.float64), np.asarray(grad, np.float64)
-    judged = None if published else _matrix_axes(grad)
+    judged = None if published else matrix_axes(grad)
     usable = np.isfinite(grad).all(axis=judged) if skip_nonfinite else np.array(True)
     grad = np.where(_over_slices(usable, grad), grad, 0.0)
     seen = moments.seen | (usable & (grad != 0).any(axis=judged))
@@ -154,17 +158,17 @@ def features(
 ) -> list[np.ndarray]:
     """The columns of the MLP's input before normalisation: 30 for a matrix, 15 for a vector."""
     shape = grad.shape
-    inverse_rms = _rsqrt(moments.rms + 1e-8)
+    inverse_rms = rsqrt(moments.rms + 1e-8)
     if grad.ndim < 2:
         rows = cols = []
-        factors = [_rsqrt(np.maximum(u + 1e-9, 1e-9)) for u in moments.rows]
+        factors = [rsqrt(np.maximum(u + 1e-9, 1e-9)) for u in moments.rows]
     else:
         d1, d0 = factored_axes(shape, published)
         rows = [np.expand_dims(row, d0) for row in moments.rows]
         cols = [np.expand_dims(col, d1) for col in moments.cols]
         factors = [
-            _rsqrt(np.maximum(row / (row.mean(axis=d1, keepdims=True) + 1e-9), 1e-9))
-            * _rsqrt(np.maximum(col, 1e-9))
+            rsqrt(np.maximum(row / (row.mean(axis=d1, keepdims=True) + 1e-9), 1e-9))
+            * rsqrt(np.maximum(col, 1e-9))
             for row, col in zip(rows, cols, strict=True)
         ]
     columns = [
@@ -181,45 +185,14 @@ def features(
     if grad.ndim >= 2:
         columns += [np.broadcast_to(row, shape) for row in rows]
         columns += [np.broadcast_to(col, shape) for col in cols]
-        columns += [np.broadcast_to(_rsqrt(row + 1e-8), shape) for row in rows]
-        columns += [np.broadcast_to(_rsqrt(col + 1e-8), shape) for col in cols]
+        columns += [np.broadcast_to(rsqrt(row + 1e-8), shape) for row in rows]
+        columns += [np.broadcast_to(rsqrt(col + 1e-8), shape) for col in cols]
         columns += [m * f for m, f in zip(moments.momentum, factors, strict=True)]
     return columns
 
 
-def normalize_column(x: np.ndarray) -> np.ndarray:
-    """`x` over its root mean square, each slice by itself."""
-    return x * _rsqrt((x**2).mean(axis=_matrix_axes(x), keepdims=True) + 1e-9)
-
-
-def mlp(weights: Weights, x: np.ndarray) -> np.ndarray:
-    """The MLP on the last axis; a vector's 15 columns meet the first 15 rows of w0."""
-    layers = len(weights) // 2
-    for i in range(layers):
-        w, b = (np.asarray(weights[f"{kind}{i}"], np.float64) for kind in "wb")
-        x = x @ w[: x.shape[-1]] + b
-        if i < layers - 1:
-            x = np.maximum(x, 0.0)
-    return x
-
-
-def newton_schulz(
-    x: np.ndarray, coefficients: tuple[float, float, float] = NS_COEFFICIENTS
-) -> np.ndarray:
-    """`x` with its singular values pushed towards 1, each slice by itself."""
-    a, b, c = coefficients
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.swapaxes(-2, -1)
-    x = x / (np.sqrt((x**2).sum(axis=(-2, -1), keepdims=True)) + 1e-8)
-    for _ in range(NS_STEPS):
-        gram = x @ x.swapaxes(-2, -1)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.swapaxes(-2, -1) if tall else x
-
-
 def _exp_mean_magnitude(d: np.ndarray, m: np.ndarray) -> np.ndarray:
-    return d * np.exp(MAGNITUDE_SCALE * m.mean(axis=_matrix_axes(m), keepdims=True))
+    return d * np.exp(MAGNITUDE_SCALE * m.mean(axis=matrix_axes(m), keepdims=True))
 
 
 FORMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -238,65 +211,8 @@ NORMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def adam(
-    grad: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    count: int,
-    *,
-    decays: tuple[float, float] = (0.9, 0.95),
-    epsilon: float = 1e-8,
-    bias_correction: bool = True,
-    epsilon_in_root: bool = False,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(update, first moment, second moment); `count` is the number of steps before this one.
-
-    The defaults are AdamW's direction; meta-training's Adam for biases has neither default.
-    """
-    b1, b2 = decays
-    grad = np.asarray(grad, np.float64)
-    first = b1 * first + (1 - b1) * grad
-    second = b2 * second + (1 - b2) * grad**2
-    m, v = first, second
-    if bias_correction:
-        m, v = m / (1 - b1 ** (count + 1)), v / (1 - b2 ** (count + 1))
-    if epsilon_in_root:
-        return m / np.sqrt(v + epsilon), first, second
-    return m / (np.sqrt(v) + epsilon), first, second
-
-
-def view(x: np.ndarray, matrix_view: MatrixView) -> np.ndarray:
-    """A stored tensor as (batch…, in, out); a scalar or a vector as it is."""
-    if matrix_view.is_vector:
-        if matrix_view.batch:
-            raise ValueError(f"{matrix_view} is a batch of vectors: give the reference one by one.")
-        return x
-    moved = x.transpose(matrix_view.order)
-    batch = moved.shape[: len(matrix_view.batch)]
-    rows = moved.shape[len(batch) : len(batch) + len(matrix_view.rows)]
-    columns = moved.shape[len(batch) + len(rows) :]
-    return moved.reshape(*batch, np.prod(rows, dtype=int), np.prod(columns, dtype=int))
-
-
-def unview(x: np.ndarray, matrix_view: MatrixView, stored_shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `view`."""
-    if matrix_view.is_vector:
-        return x
-    unfolded = x.reshape([stored_shape[axis] for axis in matrix_view.order])
-    return unfolded.transpose(np.argsort(matrix_view.order))
-
-
-def _rsqrt(x: np.ndarray) -> np.ndarray:
-    return 1 / np.sqrt(x)
-
-
-def _matrix_axes(x: np.ndarray) -> tuple[int, ...]:
-    """The last two axes; a vector's only axis; a scalar's none."""
-    return tuple(range(max(0, x.ndim - 2), x.ndim))
-
-
 def _slice_rms(x: np.ndarray) -> np.ndarray:
-    return np.sqrt((x**2).mean(axis=_matrix_axes(x)) + 1e-9)
+    return np.sqrt((x**2).mean(axis=matrix_axes(x)) + 1e-9)
 
 
 def _over_slices(per_slice: np.ndarray, x: np.ndarray) -> np.ndarray:

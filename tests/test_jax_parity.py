@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import reference
+import reference_parts
 from celo2.jax import scale_by_celo2
 from celo2.layout import MatrixView, default_view
 from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig
@@ -103,12 +104,12 @@ def reference_run(config, weights, leaf: Leaf, params, grads, **policies):
             for i in range(leaf.shape[axis])
         ]
         return [np.stack(parts, axis) for parts in zip(*updates, strict=True)], None
-    views = [[reference.view(x, leaf.view) for x in xs] for xs in (params, grads)]
+    views = [[reference_parts.view(x, leaf.view) for x in xs] for xs in (params, grads)]
     moments = reference.init(config, views[1][0].shape)
     updates = []
     for param, grad in zip(*views, strict=True):
         update, moments = reference.step(config, weights, param, grad, moments, **policies)
-        updates.append(reference.unview(update, leaf.view, params[0].shape))
+        updates.append(reference_parts.unview(update, leaf.view, params[0].shape))
     return updates, moments
 
 
@@ -145,8 +146,8 @@ def check_parity(config: RuleConfig, leaves: dict[str, Leaf], atol: float, **pol
 def check_state(state, moments, name: str, leaf: Leaf, rolling: bool):
     """The state's arrays keep reduced axes; otherwise they are the reference's moments."""
     stored = {
-        "momentum": [reference.view(np.asarray(m[name]), leaf.view) for m in state.momentum],
-        "rms": [reference.view(np.asarray(state.rms[name]), leaf.view)],
+        "momentum": [reference_parts.view(np.asarray(m[name]), leaf.view) for m in state.momentum],
+        "rms": [reference_parts.view(np.asarray(state.rms[name]), leaf.view)],
         "rows": list(state.rows[name]),
         "moved": [state.moves[name]],
     }

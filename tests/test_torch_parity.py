@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import reference
+import reference_parts
 from celo2.layout import MatrixView, default_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
@@ -89,12 +90,12 @@ def torch_updates(optimizer: Celo2, tensors: dict, params: list, grads: list) ->
 
 
 def reference_updates(config, weights, view, params, grads, **policies):
-    views = [[reference.view(x, view) for x in xs] for xs in (params, grads)]
+    views = [[reference_parts.view(x, view) for x in xs] for xs in (params, grads)]
     moments = reference.init(config, views[1][0].shape)
     updates = []
     for param, grad in zip(*views, strict=True):
         update, moments = reference.step(config, weights, param, grad, moments, **policies)
-        updates.append(reference.unview(update, view, params[0].shape))
+        updates.append(reference_parts.unview(update, view, params[0].shape))
     return updates, moments
 
 
