@@ -13,13 +13,13 @@ from celo2.evaluate.comparison import (
     Entry,
     Sweep,
     baseline_of,
-    best_curve,
     edge_of,
     metric_of,
-    reach,
     read_sweep,
     spread,
 )
+from celo2.evaluate.curves import best_curve, reach
+from celo2.evaluate.notes import but_lost
 from celo2.evaluate.plots import COLORS
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +95,10 @@ def table(sweep: Sweep, task: str) -> str:
         cells += (
             ["diverged", "-"]
             if scores is None
-            else [f"{scores.mean:#.4g}", f"{scores.low:#.4g} – {scores.high:#.4g} ({scores.count})"]
+            else [
+                f"{scores.mean:#.4g}{but_lost(entry)}",
+                f"{scores.low:#.4g} – {scores.high:#.4g} ({scores.count})",
+            ]
         )
         cells.append("-" if found is None else f"step {found.steps:,.0f} ({found.speed_up:.2f} ×)")
         rows.append(f"| {' | '.join(cells)} |")
@@ -168,7 +171,7 @@ def beside_adamw(sweep: Sweep, task: str, entry: Entry) -> tuple[float, float, f
     baseline = baseline_of(sweep.tasks[task])
     ours = spread(run.score for run in entry.seeds)
     theirs = None if baseline is None else spread(run.score for run in baseline.seeds)
-    if ours is None or theirs is None:
+    if ours is None or theirs is None or entry.lost or min(ours.low, theirs.mean) <= 0:
         return None
     ratios = [score / theirs.mean for score in (ours.low, ours.mean, ours.high)]
     if metric_of(sweep, entry)[1]:

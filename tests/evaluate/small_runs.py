@@ -2,6 +2,26 @@
 
 from celo2.evaluate import RunConfig, run
 
+RECIPE = """
+command = "celo2 sweep this"
+expect = "little"
+final_seeds = [0, 1]
+[run]
+steps = 6
+batch = 8
+evaluation_batches = 2
+[tasks.digits-mlp]
+evaluate_every = 6
+[optimizers.adamw]
+learning_rates = { low = 1e-3, high = 1e-1, count = 3 }
+[optimizers.plain]
+optimizer = "sgd"
+b1 = 0.0
+learning_rates = [1e-2, 1e30]
+weight_decays = [0.0]
+[optimizers.plain.tasks.digits-mlp]
+clip = 1e30
+"""
 TIMES = ("seconds", "seconds_per_step", "compile_seconds", "peak_bytes", "time")
 
 

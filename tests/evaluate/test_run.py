@@ -134,6 +134,8 @@ def test_folder_with_another_run_is_refused(tmp_path, whole_run):
     out, _ = whole_run
     with pytest.raises(RunRefused, match="holds a run: continue it with --resume"):
         train(out)
+    with pytest.raises(RunRefused, match="steps is 24, was 12"):  # though it is finished
+        train(out, small(steps=24), resume=True)
     train(tmp_path / "run", stop=stop_after(1))
     with pytest.raises(RunRefused, match="learning_rate is 0.5, was 0.01; seed is 3, was 0"):
         train(tmp_path / "run", small(learning_rate=0.5, seed=3), resume=True)
@@ -159,7 +161,7 @@ def test_seed_changes_parameters_and_batches_but_not_the_validation(tmp_path, wh
         ({"batch": 6, "accumulate": 4}, "accumulate=4 does not divide batch=6"),
         ({"warmup": 1.0}, r"warmup=1.0 must be in \[0, 1\)"),
         ({"clip": -0.5}, "clip=-0.5 must be"),
-        ({"seed": -1}, "seed=-1 must not be negative"),
+        ({"seed": -1}, "seed=-1 must be from 0"),
         ({"evaluation_batches": 0}, "evaluation_batches=0 must be"),
     ],
 )

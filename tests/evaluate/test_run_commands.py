@@ -28,7 +28,7 @@ def test_run_is_recorded_and_told_in_a_line(tmp_path, capsys, monkeypatch):
 OWN_TASK = """
 import jax.numpy as jnp
 import jax
-from celo2.tasks import Task
+from celo2.tasks import Task, TaskSpec
 
 def line(batch=8):
     def sample(data, key, split):
@@ -36,11 +36,13 @@ def line(batch=8):
         return x, x @ data
     def loss(params, pair):
         value = jnp.mean((pair[0] @ params["w"] - pair[1]) ** 2)
-        return value, {"loss": value}
+        return value, {"largest": jnp.max(jnp.abs(params["w"]))}
     return Task(lambda key: {"w": jnp.zeros((4, 3))}, sample, loss, jnp.ones((4, 3)))
 
 def nothing():
     return 3
+
+misnamed = TaskSpec(line, 10, 8, metric="accuracy")
 """
 
 
@@ -69,6 +71,10 @@ def test_task_of_ones_own_is_trained_by_its_address(tmp_path):
 def test_what_makes_no_task_is_told(capsys):
     for name, message in (
         ("own_tasks:nothing", "returned a int, not a Task"),
+        (
+            "own_tasks:misnamed",
+            "compared by 'accuracy', which is not among its metrics, largest",
+        ),
         ("own_tasks:other", "own_tasks has no 'other'"),
         ("own_tasks:OWN", "own_tasks has no 'OWN'"),
         ("no_such_module:make", "there is no module 'no_such_module'"),

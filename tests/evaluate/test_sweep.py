@@ -1,111 +1,28 @@
+import importlib
 import json
 
 import pytest
-from small_runs import of_kind, small, stop_after
+from small_runs import RECIPE, of_kind, small, stop_after
 
 from celo2 import cli
 from celo2.evaluate import Recipe, read_recipe, summarize, sweep
 from celo2.evaluate import run as run_one
 from celo2.evaluate.config import resolve
-from celo2.evaluate.recipe import parse
 from celo2.evaluate.results import Outcome, find_best, name_of
 from celo2.runs import records
 
-TOML = """
-command = "celo2 sweep this"
-expect = "little"
-final_seeds = [0, 1]
-[run]
-steps = 6
-batch = 8
-evaluation_batches = 2
-[tasks.digits-mlp]
-evaluate_every = 6
-[optimizers.adamw]
-learning_rates = { low = 1e-3, high = 1e-1, count = 3 }
-[optimizers.plain]
-optimizer = "sgd"
-b1 = 0.0
-learning_rates = [1e-2, 1e30]
-weight_decays = [0.0]
-[optimizers.plain.tasks.digits-mlp]
-clip = 1e30
-"""
+sweep_module = importlib.import_module("celo2.evaluate.sweep")
 
 
 @pytest.fixture
 def recipe_file(tmp_path):
     path = tmp_path / "tiny.toml"
-    path.write_text(TOML)
+    path.write_text(RECIPE)
     return path
 
 
 def scored(config, score, state="finished"):
     return Outcome("x", resolve(config), state, {"score": score, "diverged": score is None})
-
-
-def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
-    recipe = read_recipe(recipe_file)
-    adamw = [c for c in recipe.runs if c.label == "adamw"]
-    plain = [c for c in recipe.runs if c.label == "plain"]
-    assert [c.learning_rate for c in adamw] == [1e-3, 1e-2, 1e-1]
-    assert {(c.optimizer, c.b1, c.clip) for c in plain} == {("sgd", 0.0, 1e30)}
-    assert {(c.steps, c.batch, c.seed, c.evaluate_every) for c in recipe.runs} == {(6, 8, 0, 6)}
-    assert recipe.texts == {"command": "celo2 sweep this", "expect": "little"}
-    many = parse(
-        {"seeds": [0, 1], "tasks": {"digits-mlp": {}, "text-tiny": {}}}
-        | {"optimizers": {"lion": {"learning_rate": 1e-3, "weight_decays": [0, 0.1]}}},
-        "many",
-    )
-    assert len(many.runs) == 2 * 2 * 2
-
-
-def test_unequal_budgets_are_told(recipe_file):
-    (warning,) = read_recipe(recipe_file).warnings()
-    assert "on digits-mlp" in warning and "adamw 3 runs, plain 2 runs" in warning
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer": {}}, "'optimizer' is not one of command"),
-        ({"tasks": {}}, r"there is no table \[tasks.NAME\]"),
-        ({"seeds": "0"}, "seeds='0' is not a list of integers"),
-        ({"optimizers": {"adamw": {}}}, "adamw on digits-mlp has no learning_rates"),
-        ({"optimizers": {"adamw": {"learning_rates": ["a"]}}}, "is not a list of numbers"),
-        ({"optimizers": {"adamw": {"learning_rates": {"low": 1}}}}, "is not a list of numbers"),
-        ({"optimizers": {"adamw": {"learning_rate": 1, "b3": 1}}}, "b3 is not a field"),
-        ({"optimizers": {"adamw": {"learning_rate": -1}}}, "learning_rate=-1.0 must be"),
-        ({"tasks": {"digit": {}}}, "'digit' is not a task"),
-        (
-            {"optimizers": {"adamw": {"learning_rate": 1, "tasks": {"x": {}}}}},
-            "the recipe has no task 'x'",
-        ),
-    ],
-)
-def test_wrong_recipe_is_named(changes, message):
-    base = {"tasks": {"digits-mlp": {}}, "optimizers": {"adamw": {"learning_rates": [1]}}}
-    with pytest.raises(ValueError, match=message):
-        parse(base | changes, "wrong")
-
-
-def test_further_rule_is_tuned_as_celo2_is(tmp_path):
-    path = tmp_path / "one.toml"
-    path.write_text("[tasks.digits-mlp]\n[optimizers.celo2]\nlearning_rates = [1e-3, 2e-3]\n")
-    recipe = read_recipe(path, {"mine": "celo2-base"})
-    assert [(c.label, c.optimizer, c.learning_rate) for c in recipe.runs] == [
-        ("celo2", "celo2", 1e-3),
-        ("celo2", "celo2", 2e-3),
-        ("mine", "celo2-base", 1e-3),
-        ("mine", "celo2-base", 2e-3),
-    ]
-    with pytest.raises(ValueError, match="an optimizer 'celo2' already"):
-        read_recipe(path, {"celo2": "x.safetensors"})
-
-
-def test_further_rule_needs_rates_of_celo2(recipe_file):
-    with pytest.raises(ValueError, match="tuned as celo2 is, which the recipe has not"):
-        read_recipe(recipe_file, {"mine": "celo2-base"})
 
 
 def test_only_some_optimizers_of_a_recipe_run(recipe_file, tmp_path, capsys):
@@ -117,6 +34,30 @@ def test_only_some_optimizers_of_a_recipe_run(recipe_file, tmp_path, capsys):
     assert "'plian' is not one of adamw, plain" in capsys.readouterr().err
     assert cli.main(["sweep", str(recipe_file), "--also", "rule.safetensors"]) != 0
     assert "is not LABEL=RULE" in capsys.readouterr().err
+
+
+def test_index_keeps_what_other_parts_of_the_sweep_wrote(recipe_file, tmp_path, capsys):
+    for label in ("plain", "adamw"):
+        command = ["sweep", str(recipe_file), "--out", str(tmp_path / "runs"), "--only", label]
+        assert cli.main(command) == 0
+    index = json.loads((tmp_path / "runs" / "sweep.json").read_text())
+    assert {fields["label"] for fields in index["tuning"].values()} == {"plain", "adamw"}
+    assert len(index["tuning"]) == 5 and len(index["final"]) == 4
+
+
+def test_sweep_that_is_stopped_at_once_keeps_its_final_seeds(recipe_file, tmp_path):
+    recipe = read_recipe(recipe_file)
+    list(sweep(recipe, tmp_path))
+    before = json.loads((tmp_path / "sweep.json").read_text())
+    assert list(sweep(recipe, tmp_path, stop=lambda: True)) == []
+    assert json.loads((tmp_path / "sweep.json").read_text()) == before
+
+
+def test_run_without_an_end_has_failed_unless_it_was_stopped(tmp_path, monkeypatch):
+    recipe = Recipe("one", (resolve(small(steps=2)),))
+    monkeypatch.setattr(sweep_module, "run", lambda *args, **options: iter(()))
+    (outcome,) = sweep(recipe, tmp_path)
+    assert outcome.state == "failed" and "without a record" in str(outcome.error)
 
 
 def test_best_is_the_lowest_mean_over_seeds_and_never_a_diverged_run():

@@ -109,7 +109,8 @@ def test_second_signal_ends_even_compiled_code_at_once():
     code = (
         "import time\n"
         "from celo2.commands.signals import stop_on_signal\n"
-        "with stop_on_signal(lambda text: print(text, flush=True)):\n"
+        "with stop_on_signal(lambda text: print(text, flush=True)) as asked:\n"
+        "    asked.leave = lambda: print('leaving', flush=True)\n"
         "    print('ready', flush=True)\n"
         "    import threading; threading.Lock().acquire() or None\n"
         "    lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
@@ -120,7 +121,7 @@ def test_second_signal_ends_even_compiled_code_at_once():
         process.send_signal(signal.SIGINT)
         assert "saving first" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == 130
+        assert process.wait(timeout=10) == 130 and process.stdout.readline() == "leaving\n"
 
 
 def status_of(out) -> dict:

@@ -87,6 +87,14 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     assert np.abs(products[:, 5, 2] - products[:, 5, 3]).max() > 1e-2
 
 
+def test_half_precision_knows_every_position():
+    x = jnp.ones((1, 2048, 1, 32))
+    whole = np.asarray(transformer.rotate(x))
+    half = transformer.rotate(x.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(half, np.float32), whole, atol=0.02)
+
+
 def test_queries_and_keys_are_normalised():
     block = transformer.init_block(jax.random.key(0), 64)["attention"]
     x = jax.random.normal(jax.random.key(1), (1, 6, 64))

@@ -14,6 +14,7 @@ from celo2.commands.trackers import tracked
 from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
 from celo2.evaluate.config import resolve
+from celo2.evaluate.find import find
 from celo2.evaluate.results import name_of
 from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
@@ -87,17 +88,18 @@ def run(
 
 
 def show(rows: Iterable[dict[str, Any]], config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Draws a bar from the rows: training loss, newest validation, time left."""
+    """Draws a bar from the rows: the metric in training, its newest validation, time left."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30
     told: dict[str, str] = {}
+    metric = find(config.task).metric
     bar = tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True)
     with bar:
         for row in rows:
             if row["kind"] in ("train", "valid"):
-                loss = row["metrics"].get("loss", next(iter(row["metrics"].values()), None))
-                told[row["kind"]] = "-" if loss is None else f"{loss:.4f}"
+                value = row["metrics"].get(metric)
+                told[row["kind"]] = "-" if value is None else f"{value:.4f}"
                 bar.set_postfix(told, refresh=False)
             if "step" in row:
                 bar.update(row["step"] - bar.n)

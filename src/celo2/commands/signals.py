@@ -14,6 +14,7 @@ class Asked:
     """The signal that asked to stop, None so far."""
 
     signal: int | None = None
+    leave: Callable[[], None] = staticmethod(lambda: None)  # called where a second one ends it all
 
     def __call__(self) -> bool:
         return self.signal is not None
@@ -40,6 +41,7 @@ def stop_on_signal(say: Callable[[str], None]) -> Iterator[Asked]:
             if number[0] not in STOP:
                 continue
             if asked.signal is not None:
+                asked.leave()
                 os._exit(128 + number[0])
             asked.signal = number[0]
             say("stopping: saving first, again to exit at once")

@@ -16,6 +16,8 @@ from celo2.commands.run import Flat, as_table, say
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.evaluate import Recipe, describe, read_recipe, summarize
 from celo2.evaluate import sweep as run_sweep
+from celo2.evaluate.comparison import read_sweep
+from celo2.evaluate.notes import data_notes
 from celo2.evaluate.packed import unpack
 from celo2.evaluate.results import Outcome
 from celo2.runs.address import look_here
@@ -90,11 +92,14 @@ def sweep(
                 data=data,
                 mesh=devices_of_run,
                 first=first % len(plan.runs),
+                part=bool(only),
                 stop=asked,
             )
             failed = _show(outcomes, _count(plan))
     if is_primary():
         print(best_table(plan, folder))
+        for note in _doubts(folder):
+            say(f"warning: {note}")
     return asked.status or int(failed)
 
 
@@ -144,12 +149,17 @@ def _share(options: list[str], devices: tuple[str, ...], runs: int, asked: Asked
         )
         for i, device in enumerate(devices)
     ]
+
+    def stop_workers() -> None:
+        for worker in workers:
+            worker.terminate()
+
+    asked.leave = stop_workers
     told = False
     while any(worker.poll() is None for worker in workers):
         if asked() and not told:
             told = True
-            for worker in workers:
-                worker.terminate()
+            stop_workers()
         time.sleep(POLL_SECONDS)
     return any(worker.returncode for worker in workers)
 
@@ -194,6 +204,13 @@ def best_table(plan: Recipe, folder: Path) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _doubts(folder: Path) -> list[str]:
+    try:
+        return data_notes(read_sweep(folder))
+    except FileNotFoundError:  # no run has ended
+        return []
 
 
 def line(outcome: Outcome) -> str:

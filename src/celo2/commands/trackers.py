@@ -1,5 +1,6 @@
 """Rows sent to TensorBoard or Weights & Biases; either is imported only when asked for."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
         import wandb as client  # pyright: ignore[reportMissingImports]: an option, not an extra
     except ImportError as error:
         raise ImportError("--wandb needs wandb: pip install wandb") from error
-    run = client.init(project="celo2", name=out.name, dir=str(out), config=config, resume="allow")
+    number = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]  # for the next resume
+    run = client.init(
+        project="celo2", name=out.name, id=number, dir=str(out), config=config, resume="allow"
+    )
 
     def send(row: dict[str, Any]) -> None:
         if values := scalars(row):

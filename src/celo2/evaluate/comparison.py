@@ -17,7 +17,6 @@ from celo2.runs import records
 from celo2.runs.records import Row
 
 BASELINE = "adamw"
-Point = tuple[float, float]  # step, value
 
 
 class Entry(NamedTuple):
@@ -27,6 +26,17 @@ class Entry(NamedTuple):
     best: Best
     tuning: tuple[Outcome, ...]
     seeds: tuple[Outcome, ...]  # runs of the best setting: the final ones, else those that tuned
+
+    @property
+    def lost(self) -> int:
+        """Seeds of the best setting that diverged, and so have no score."""
+        return sum(run.state == "diverged" for run in self.seeds)
+
+    @property
+    def diverged(self) -> int:
+        """All runs that diverged, those of the final seeds among them."""
+        runs = {run.name: run for run in (*self.tuning, *self.seeds)}
+        return sum(run.state == "diverged" for run in runs.values())
 
 
 class Sweep(NamedTuple):
@@ -45,13 +55,6 @@ class Spread(NamedTuple):
     low: float
     high: float
     count: int
-
-
-class Reached(NamedTuple):
-    """When a run came to the baseline's final score, and how much sooner that is."""
-
-    steps: float
-    speed_up: float
 
 
 class Costs(NamedTuple):
@@ -85,6 +88,8 @@ def read_sweep(folder: str | PathLike) -> Sweep:
     rows = packed or {name: records.read(folder / name / "records.jsonl") for name in names}
     if not any(row.get("kind") == "end" for run in rows.values() for row in run):
         raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
+    if missing := [name for name in names if name not in rows]:
+        raise ValueError(f"{folder} is cut off: it lists {missing[0]} and does not hold it.")
     tuning, final = ([_outcome(n, c, rows[n]) for n, c in stage.items()] for stage in stages)
     return Sweep(str(index.get("recipe", folder.name)), index, compare(tuning, final), rows)
 
@@ -107,60 +112,11 @@ def spread(scores: Iterable[float | None]) -> Spread | None:
     return Spread(math.fsum(found) / len(found), min(found), max(found), len(found))
 
 
-def curve(rows: Sequence[Row], kind: str, field: str, name: str) -> list[Point]:
-    """`row[field][name]` by step; a resumed run may have a step twice, of which the last counts."""
-    mine = [row for row in rows if row.get("kind") == kind]
-    found = {row["step"]: (row.get(field) or {}).get(name) for row in mine}
-    return [(step, value) for step, value in sorted(found.items()) if value is not None]
-
-
-def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean of the curves at the steps that they share."""
-    columns = [dict(points) for points in curves]
-    shared = set.intersection(*map(set, columns)) if columns else set()
-    return [(s, math.fsum(c[s] for c in columns) / len(columns)) for s in sorted(shared)]
-
-
-def best_curve(sweep: Sweep, entry: Entry, kind: str, field: str, name: str) -> list[Point]:
-    """The mean curve of the seeds that have a score."""
-    runs = [run for run in entry.seeds if run.score is not None]
-    return mean_curve([curve(sweep.rows[run.name], kind, field, name) for run in runs])
-
-
-def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> float | None:
-    """The step at which a curve first comes to the target, between its points on straight lines.
-
-    >>> steps_to_reach([(0, 4.0), (10, 2.0)], 2.5, higher=False)
-    7.5
-    """
-    sign = -1.0 if higher else 1.0
-    before: Point | None = None
-    for step, value in points:
-        excess = sign * (value - target)
-        if excess <= 0:
-            if before is None:
-                return float(step)
-            return before[0] + (step - before[0]) * before[1] / (before[1] - excess)
-        before = (step, excess)
-    return None
-
-
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:
     """AdamW's entry, if it has a score."""
     scored = [entry for entry in entries if spread(run.score for run in entry.seeds)]
     named = [entry for entry in scored if entry.label == BASELINE]
     return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
-
-
-def reach(sweep: Sweep, entry: Entry, baseline: Entry) -> Reached | None:
-    """When the mean validation curve comes to the baseline's final mean; None if it never does."""
-    goal, steps = spread(run.score for run in baseline.seeds), baseline.best.config.steps
-    metric, higher = metric_of(sweep, entry)
-    points = best_curve(sweep, entry, "valid", "metrics", metric)
-    found = None if goal is None else steps_to_reach(points, goal.mean, higher)
-    if found is None or steps is None:
-        return None
-    return Reached(found, steps / found if found > 0 else math.inf)
 
 
 def metric_of(sweep: Sweep, entry: Entry) -> tuple[str, bool]:

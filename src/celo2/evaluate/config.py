@@ -94,8 +94,8 @@ class RunConfig:
         for name in ("warmup", "b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2³² - 1.")
         if self.batch is not None and self.batch % self.accumulate:
             raise ValueError(
                 f"accumulate={self.accumulate} does not divide batch={self.batch}: choose a batch "

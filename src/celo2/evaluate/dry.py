@@ -9,7 +9,7 @@ import numpy as np
 
 from celo2.evaluate.config import RunConfig, resolve
 from celo2.evaluate.schedules import schedule_shape
-from celo2.evaluate.setup import count_bytes, set_up
+from celo2.evaluate.setup import check_metric, count_bytes, set_up
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
     valid = jax.eval_shape(
         lambda d, s, k: setup.trainer(d, 1.0).evaluate(s, k), setup.given, setup.abstract, key
     )
+    check_metric(setup, valid)
     assert config.steps is not None
     tokens = setup.sizes["tokens_per_step"]
     updates = config.steps * setup.spec.updates_per_step

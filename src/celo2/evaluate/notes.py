@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from celo2.evaluate.comparison import Entry, edge_of
+from celo2.evaluate.comparison import Entry, Sweep, edge_of
+from celo2.evaluate.fairness import unlike_data, unlike_work
 
 
 def notes(entries: Sequence[Entry]) -> list[str]:
@@ -13,7 +14,24 @@ def notes(entries: Sequence[Entry]) -> list[str]:
         found = [f"Unequal tuning budgets, which favour the larger: {counts} runs."]
     else:
         found = [f"Equal tuning budgets: {budgets[0]} for each optimizer, in runs."]
+    work = unlike_work([run.config for entry in entries for run in entry.tuning])
+    found += [f"Not the same problem: {what}." for what in work]
     return found + [f"{entry.label}: {note}" for entry in entries for note in _doubts(entry)]
+
+
+def data_notes(sweep: Sweep) -> list[str]:
+    """A sentence for each task whose runs were not all on the same data."""
+    found = []
+    for task, entries in sweep.tasks.items():
+        names = [run.name for entry in entries for run in (*entry.tuning, *entry.seeds)]
+        if what := unlike_data(sweep.rows, names):
+            found.append(f"{task}: {what}; scores cannot be compared.")
+    return found
+
+
+def but_lost(entry: Entry) -> str:
+    """What to say behind a mean that some seeds are not in."""
+    return f" ({entry.lost} of {len(entry.seeds)} diverged)" if entry.lost else ""
 
 
 def _doubts(entry: Entry) -> list[str]:
@@ -28,8 +46,8 @@ def _doubts(entry: Entry) -> list[str]:
         found.append("no setting came to a score.")
     elif sum(run.score is not None for run in entry.seeds) == 1:
         found.append("a single seed; its spread is unknown.")
-    if diverged := sum(run.state == "diverged" for run in entry.seeds):
-        found.append(f"{diverged} of {len(entry.seeds)} seeds diverged at the best rate.")
+    if entry.lost:
+        found.append(f"{entry.lost} of {len(entry.seeds)} seeds diverged at the best rate.")
     if waiting := sum(run.state == "waiting" for run in runs):
         found.append(f"{waiting} of {len(runs)} runs have not ended.")
     if errors := [run.error for run in runs if run.state == "failed"]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.feed import Feed
-from celo2.evaluate.setup import Setup, set_up
+from celo2.evaluate.setup import Setup, check_metric, set_up
 
 VALIDATION_KEY = 1  # the same in every run: all are judged by the same batches
 
@@ -122,6 +122,7 @@ def _build(config: RunConfig, data: str | PathLike | None, mesh: Mesh | None) ->
     number = put(0, jnp.int32, mesh)
     with in_mesh(mesh):
         evaluated = evaluate.lower(setup.given, setup.abstract, number)
+    check_metric(setup, evaluated.out_info)
     return Program(
         setup=setup,
         metrics=metrics,

@@ -26,6 +26,7 @@ task's, that before [run].
 """
 
 import itertools
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +36,16 @@ from typing import Any
 import numpy as np
 
 from celo2.evaluate.config import RunConfig, from_fields, resolve
+from celo2.evaluate.fairness import count_runs, unlike_work
 
 TEXTS = ("command", "cost", "expect")
 KEYS = (*TEXTS, "seeds", "final_seeds", "run", "tasks", "optimizers")
 MODEL = "celo2"  # whose learning rates further rules are given
+NAMED_ELSEWHERE = {
+    "task": "a task is named by its table, [tasks.NAME]",
+    "label": "a label is the name of its table, [optimizers.LABEL]",
+    "seed": "seeds are given at the top, as seeds and final_seeds",
+}
 OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", "tasks")
 
 
@@ -57,19 +64,27 @@ class Recipe:
 
     def budgets(self) -> dict[str, dict[str, int]]:
         """The number of tuning runs, by task and label."""
-        counts: dict[str, dict[str, int]] = {}
+        return {task: count_runs(runs) for task, runs in self.by_task().items()}
+
+    def by_task(self) -> dict[str, list[RunConfig]]:
+        """The tuning runs of each task."""
+        tasks: dict[str, list[RunConfig]] = {}
         for config in self.runs:
-            row = counts.setdefault(config.task, {})
-            row[str(config.label)] = row.get(str(config.label), 0) + 1
-        return counts
+            tasks.setdefault(config.task, []).append(config)
+        return tasks
 
     def warnings(self) -> list[str]:
         """What is unfair about the comparison."""
-        return [
+        found = [
             f"on {task} the optimizers have different tuning budgets: "
             + ", ".join(f"{label} {count} runs" for label, count in row.items())
             for task, row in self.budgets().items()
             if len(set(row.values())) > 1
+        ]
+        return found + [
+            f"on {task} {what}: the optimizers do not solve the same problem"
+            for task, runs in self.by_task().items()
+            for what in unlike_work(runs)
         ]
 
 
@@ -93,17 +108,19 @@ def parse(content: Mapping[str, Any], name: str) -> Recipe:
     for key in ("tasks", "optimizers"):
         if not isinstance(content.get(key), Mapping) or not content[key]:
             raise ValueError(f"there is no table [{key}.NAME]: a recipe needs one or more.")
+        for name, table in content[key].items():
+            _check_table(f"{key}.{name}", table)
+    _check_table("run", content.get("run", {}))
     seeds = _seeds(content, "seeds") or (0,)
     runs = []
     for (task, on_task), (label, wish) in itertools.product(
         content["tasks"].items(), content["optimizers"].items()
     ):
         where = f"optimizers.{label} on {task}"
-        base = {"optimizer": label, **content.get("run", {}), **on_task}
-        base |= {k: v for k, v in wish.items() if k != "tasks"} | wish.get("tasks", {}).get(
-            task, {}
-        )
         _check_tasks(label, wish, content["tasks"])
+        mine = {key: value for key, value in wish.items() if key != "tasks"}
+        here = wish.get("tasks", {}).get(task, {})
+        base = _merge({"optimizer": label}, content.get("run", {}), on_task, mine, here)
         for rate, decay, seed in itertools.product(*_grid(base, where), seeds):
             fields = {key: value for key, value in base.items() if key not in OWN_KEYS}
             fields |= {"task": task, "label": label, "seed": seed}
@@ -136,9 +153,31 @@ def _seeds(content: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _check_tasks(label: str, wish: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
-    for task in wish.get("tasks", {}):
+    for task, table in wish.get("tasks", {}).items():
         if task not in tasks:
             raise ValueError(f"optimizers.{label}.tasks.{task}: the recipe has no task {task!r}.")
+        _check_table(f"optimizers.{label}.tasks.{task}", table)
+
+
+def _check_table(name: str, table: Any) -> None:
+    if not isinstance(table, Mapping) or not isinstance(table.get("tasks", {}), Mapping):
+        raise ValueError(f"{name} is not a table: write [{name}] and its fields below.")
+    for key in NAMED_ELSEWHERE:
+        if key in table:
+            raise ValueError(f"{key} in [{name}]: {NAMED_ELSEWHERE[key]}.")
+
+
+def _merge(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of all levels, of which the last counts, also where it is one rate, not many."""
+    merged: dict[str, Any] = {}
+    for level in levels:
+        for one, many in (("learning_rate", "learning_rates"), ("weight_decay", "weight_decays")):
+            if one in level and many in level:
+                raise ValueError(f"{one} and {many} are both given: leave one out.")
+            if one in level or many in level:
+                merged = {key: v for key, v in merged.items() if key not in (one, many)}
+        merged |= level
+    return merged
 
 
 def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
@@ -160,7 +199,11 @@ def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
 
 def _spaced(span: Mapping[str, Any]) -> list[float] | None:
     """`count` numbers from low to high at equal ratios; None where that cannot be."""
-    if set(span) != {"low", "high", "count"} or not 0 < span["low"] <= span["high"]:
+    if set(span) != {"low", "high", "count"} or type(span["count"]) is not int:
+        return None
+    if any(type(span[end]) not in (int, float) for end in ("low", "high")):
+        return None
+    if not 0 < span["low"] <= span["high"] < math.inf or span["count"] < 1:
         return None
     spaced = np.geomspace(span["low"], span["high"], span["count"])
     return [float(f"{value:.3g}") for value in spaced]

@@ -15,11 +15,11 @@ from celo2.evaluate.comparison import (
     baseline_of,
     costs_of,
     metric_of,
-    reach,
     read_sweep,
     spread,
 )
-from celo2.evaluate.notes import notes
+from celo2.evaluate.curves import reach
+from celo2.evaluate.notes import but_lost, data_notes, notes
 from celo2.evaluate.plots import FIGURES, write_svg
 from celo2.evaluate.recipe import TEXTS
 from celo2.runs.records import Row
@@ -92,6 +92,7 @@ def build_page(sweep: Sweep) -> str:
 <body>
 <h1>{escape(title)}</h1>
 {_facts_table(facts(sweep))}
+{_notes(data_notes(sweep))}
 {sections}
 <h2>How to read this</h2>
 <p class="small">{escape(READ)}</p>
@@ -156,11 +157,11 @@ def _score_row(sweep: Sweep, entry: Entry, baseline: Entry | None) -> list[str]:
         entry.label,
         NONE if best.score is None else f"{best.config.learning_rate:g}",
         NONE if best.score is None else f"{best.config.weight_decay:g}",
-        NONE if score is None else f"{score.mean:#.4g}",
+        NONE if score is None else f"{score.mean:#.4g}{but_lost(entry)}",
         NONE if score is None or score.count < 2 else f"{score.low:#.4g} … {score.high:#.4g}",
         str(0 if score is None else score.count),
         str(best.runs),
-        str(best.diverged),
+        str(entry.diverged),
         missing if found is None else f"{found.steps:.0f}",
         missing if found is None else f"{found.speed_up:.2f}×",
     ]
@@ -176,12 +177,17 @@ def _section(sweep: Sweep, task: str) -> str:
     return f"""<h2>{escape(task)}</h2>
 <p>{escape(about)}</p>
 {_table(score_table(sweep, task), _winner(entries, higher))}
-<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes(entries))}</ul>
+{_notes(notes(entries))}
 <div class="figures">
 {figures}
 </div>
 <h3>Cost</h3>
 {_table(cost_table(sweep, task))}"""
+
+
+def _notes(sentences: Sequence[str]) -> str:
+    lines = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="notes">{lines}</ul>' if lines else ""
 
 
 def _parameters(sweep: Sweep, entries: Sequence[Entry]) -> str:
@@ -191,7 +197,8 @@ def _parameters(sweep: Sweep, entries: Sequence[Entry]) -> str:
 
 
 def _winner(entries: Sequence[Entry], higher: bool) -> str | None:
-    means = {entry.label: spread(run.score for run in entry.seeds) for entry in entries}
+    sound = [entry for entry in entries if not entry.lost]
+    means = {entry.label: spread(run.score for run in entry.seeds) for entry in sound}
     found = {label: score.mean for label, score in means.items() if score is not None}
     return (max if higher else min)(found, key=found.__getitem__) if found else None
 

@@ -41,7 +41,7 @@ from celo2.evaluate import rows
 from celo2.evaluate.config import RunConfig, resolve
 from celo2.evaluate.feed import Feed
 from celo2.evaluate.program import Program, build
-from celo2.evaluate.storage import Start, clear, find_start, identity, save
+from celo2.evaluate.storage import Start, check_finished, clear, find_start, identity, save
 from celo2.runs import records
 from celo2.runs.folder import RunFolder, locked
 from celo2.runs.processes import in_primary, is_primary, some_process
@@ -103,6 +103,7 @@ def run(
         in_primary(lambda: stack.enter_context(locked(folder)))
         end = end_row(folder.records)
         if resume and some_process(is_primary() and end is not None)[0]:
+            in_primary(lambda: check_finished(folder, config))
             yield end or {"kind": "end"}
             return
         run = _open(folder, config, data, mesh, resume)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
@@ -108,6 +108,15 @@ def set_up(
         evaluations=batches,
         sizes=_sizes(config, problem, abstract),
     )
+
+
+def check_metric(setup: Setup, valid: Iterable[str]) -> None:
+    """Refuses a task that does not give the metric by which its runs are compared."""
+    if setup.spec.metric not in valid:
+        raise ValueError(
+            f"runs of {setup.config.task} are compared by {setup.spec.metric!r}, which is not "
+            f"among its metrics, {', '.join(sorted(valid))}: give its TaskSpec one of them."
+        )
 
 
 def count_bytes(tree: Any) -> int:

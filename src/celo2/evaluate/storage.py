@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from celo2.encoding import digest
 from celo2.evaluate.config import RunConfig, from_fields
+from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.setup import Setup
 from celo2.runs import checkpoint, records
 from celo2.runs.digest import like_tree
@@ -80,11 +82,20 @@ def clear(folder: RunFolder) -> None:
     shutil.rmtree(folder.checkpoints, ignore_errors=True)
 
 
+def check_finished(folder: RunFolder, config: RunConfig) -> None:
+    """Refuses a finished run of another config or rule; its data are not looked at."""
+    stored = folder.read_config()  # none where the records were unpacked
+    if stored is not None:
+        rule = load_rule(config.optimizer)
+        ours = {"config": to_fields(config), "rule": None if rule is None else digest(rule)}
+        _check_same(folder, ours, stored)
+
+
 def _check_same(folder: RunFolder, ours: dict[str, Any], stored: dict[str, Any]) -> None:
     unlike = differences(from_fields(ours["config"]), from_fields(stored["config"]))
     lines = [f"{name} is {new!r}, was {old!r}" for name, (new, old) in unlike.items()]
     for name in ("data", "rule"):
-        if ours[name] != stored[name]:
+        if name in ours and ours[name] != stored[name]:
             lines.append(f"the {name} have another SHA-256")
     if lines:
         raise RunRefused(

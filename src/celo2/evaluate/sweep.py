@@ -37,6 +37,7 @@ def sweep(
     data: str | PathLike | None = None,
     mesh: Mesh | None = None,
     first: int = 0,
+    part: bool = False,
     stop: Stop = lambda: False,
     watch: Watch = lambda config, row: None,
 ) -> Iterator[Outcome]:
@@ -53,24 +54,31 @@ def sweep(
         mesh: the devices of every run, see celo2.evaluate.run; several processes that share one
             make each run together.
         first: the tuning run to begin with; processes that share a sweep begin at different ones.
+        part: the recipe is only some optimizers of a sweep: leave the others in `sweep.json`.
         stop: asked now and then; True saves the run under way and ends the sweep.
         watch: called with every row of the runs that are made here.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    index = partial(_write_index, folder, recipe, part)
     if is_primary():
-        _write_index(folder, recipe, [])
+        index([c for c in _finals(recipe, folder) if read_outcome(c, folder).end is not None])
     make = partial(_make, folder=folder, data=data, mesh=mesh, stop=stop, watch=watch)
     turned = (*recipe.runs[first:], *recipe.runs[:first])
     tuning = yield from _make_all(turned, make, stop)
     if len(tuning) < len(recipe.runs):  # it was stopped
         return
-    chosen = [best.config for best in find_best(tuning).values() if best.score is not None]
-    finals = recipe.finals(chosen)
+    finals = _finals(recipe, folder)
     if is_primary():
-        _write_index(folder, recipe, finals)
+        index(finals)
     known = set(recipe.runs)
     yield from _make_all([c for c in finals if c not in known], make, stop)
+
+
+def _finals(recipe: Recipe, folder: Path) -> tuple[RunConfig, ...]:
+    """The final runs of what is best by the records, in which all processes see the same."""
+    best = find_best([read_outcome(config, folder) for config in recipe.runs]).values()
+    return recipe.finals([found.config for found in best if found.score is not None])
 
 
 def _make_all(
@@ -115,8 +123,11 @@ def _make(
         _record_failure(folder / found.name, text)
         return found._replace(state="failed", error=text, fresh=True)
     ended = read_outcome(config, folder)
-    state = "stopped" if ended.end is None else ended.state
-    return ended._replace(state=state, fresh=True)
+    if ended.end is not None:
+        return ended._replace(fresh=True)
+    if some_process(stop())[0]:
+        return ended._replace(state="stopped", fresh=True)
+    return ended._replace(state="failed", error="it ended without a record of that", fresh=True)
 
 
 def _record_failure(folder: Path, error: str) -> None:
@@ -126,12 +137,19 @@ def _record_failure(folder: Path, error: str) -> None:
         pass
 
 
-def _write_index(folder: Path, recipe: Recipe, finals: Sequence[RunConfig]) -> None:
-    content = {
-        "recipe": recipe.name,
-        **recipe.texts,
-        "warnings": recipe.warnings(),
-        "tuning": {name_of(config): to_fields(config) for config in recipe.runs},
-        "final": {name_of(config): to_fields(config) for config in finals},
-    }
+def _write_index(folder: Path, recipe: Recipe, part: bool, finals: Sequence[RunConfig]) -> None:
+    ours = {config.label for config in recipe.runs}
+    old = _read_index(folder) if part else {}
+    stages = {"tuning": recipe.runs, "final": finals}
+    content = {"recipe": recipe.name, **recipe.texts, "warnings": recipe.warnings()}
+    for stage, configs in stages.items():
+        others = {n: f for n, f in old.get(stage, {}).items() if f.get("label") not in ours}
+        content[stage] = others | {name_of(config): to_fields(config) for config in configs}
     write_whole(folder / "sweep.json", json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "sweep.json").read_text("utf-8"))
+    except (OSError, ValueError):  # none yet, or none that can be read
+        return {}

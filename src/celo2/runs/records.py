@@ -24,12 +24,17 @@ def read(path: str | Path) -> list[Row]:
 
 
 def append(path: str | Path, row: Row) -> None:
-    """Adds a row in one write, so that a reader sees at most the last one in part."""
+    """Adds a row in one write, so that a reader sees at most the last one in part.
+
+    A disk that takes only some of it raises an OSError.
+    """
     with open(path, "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
         torn = end > 0 and file.read(1) != b"\n"
-        file.write(b"\n" * torn + _line(row))
+        rest = memoryview(b"\n" * torn + _line(row))
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
 
 
 def cut(path: str | Path, last: int, count: str = "iteration") -> None:

@@ -44,8 +44,8 @@ def supervised(
 ) -> Trainer:
     """The trainer that descends `task.loss` with `tx`, a fresh training batch at each step.
 
-    A step's metrics are those of its batch before the update. `evaluate` averages over
-    `evaluation_batches` validation batches: the same key draws the same ones.
+    A step's metrics are those of its batch before the update, its `loss` among them. `evaluate`
+    averages over `evaluation_batches` validation batches: the same key draws the same ones.
 
     >>> from celo2.tasks import TASKS
     >>> trainer = supervised(TASKS["digits-mlp"].make(), optax.adam(1e-3))
@@ -54,19 +54,23 @@ def supervised(
     ['accuracy', 'loss']
     """
 
+    def loss(params, batch):
+        value, metrics = task.loss(params, batch)
+        return value, {"loss": value, **metrics}
+
     def init(key):
         params = task.init(key)
         return TrainState(params, tx.init(params))
 
     def step(data, state, key):
         batch = task.sample(data, key, "train")
-        grads, metrics = jax.grad(task.loss, has_aux=True)(state.params, batch)
+        grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch)
         updates, optimizer = tx.update(grads, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 
     def evaluate(data, state, key):
         def metrics_of(key):
-            return task.loss(state.params, task.sample(data, key, "valid"))[1]
+            return loss(state.params, task.sample(data, key, "valid"))[1]
 
         rows = jax.lax.map(metrics_of, jax.random.split(key, evaluation_batches))
         return jax.tree.map(jnp.mean, rows)

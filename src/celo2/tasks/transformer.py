@@ -78,9 +78,10 @@ def attention(params: dict, x: Array, head_width: int, *, causal: bool) -> Array
 def rotate(x: Array) -> Array:
     """Rotary positions: turns each pair of channels of [B, T, N, H] by an angle growing with T."""
     half = x.shape[-1] // 2
-    waves = LONGEST_WAVE ** (-jnp.arange(half, dtype=x.dtype) / half)
-    angle = jnp.outer(jnp.arange(x.shape[1], dtype=x.dtype), waves)[None, :, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Angles in float32: bfloat16 has no number for most positions above 256.
+    waves = LONGEST_WAVE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), waves)[None, :, None, :]
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 

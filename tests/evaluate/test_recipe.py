@@ -1,0 +1,119 @@
+import pytest
+from small_runs import RECIPE
+
+from celo2.evaluate import read_recipe
+from celo2.evaluate.recipe import parse
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
+    recipe = read_recipe(recipe_file)
+    adamw = [c for c in recipe.runs if c.label == "adamw"]
+    plain = [c for c in recipe.runs if c.label == "plain"]
+    assert [c.learning_rate for c in adamw] == [1e-3, 1e-2, 1e-1]
+    assert {(c.optimizer, c.b1, c.clip) for c in plain} == {("sgd", 0.0, 1e30)}
+    assert {(c.steps, c.batch, c.seed, c.evaluate_every) for c in recipe.runs} == {(6, 8, 0, 6)}
+    assert recipe.texts == {"command": "celo2 sweep this", "expect": "little"}
+    many = parse(
+        {"seeds": [0, 1], "tasks": {"digits-mlp": {}, "text-tiny": {}}}
+        | {"optimizers": {"lion": {"learning_rate": 1e-3, "weight_decays": [0, 0.1]}}},
+        "many",
+    )
+    assert len(many.runs) == 2 * 2 * 2
+
+
+def test_unequal_budgets_are_told(recipe_file):
+    (warning,) = read_recipe(recipe_file).warnings()
+    assert "on digits-mlp" in warning and "adamw 3 runs, plain 2 runs" in warning
+
+
+def spaced(**span):
+    return {"optimizers": {"adamw": {"learning_rates": span}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {}}, "'optimizer' is not one of command"),
+        ({"tasks": {}}, r"there is no table \[tasks.NAME\]"),
+        ({"seeds": "0"}, "seeds='0' is not a list of integers"),
+        ({"optimizers": {"adamw": {}}}, "adamw on digits-mlp has no learning_rates"),
+        ({"optimizers": {"adamw": {"learning_rates": ["a"]}}}, "is not a list of numbers"),
+        ({"optimizers": {"adamw": {"learning_rates": {"low": 1}}}}, "is not a list of numbers"),
+        (spaced(low="1e-3", high=1, count=2), "is not a list of numbers"),
+        (spaced(low=1e-3, high=1, count=2.0), "is not a list of numbers"),
+        (spaced(low=1e-3, high=1, count=0), "is not a list of numbers"),
+        ({"optimizers": {"learning_rate": 1e-3}}, "optimizers.learning_rate is not a table"),
+        ({"optimizers": {"adamw": {"tasks": 3}}}, "optimizers.adamw is not a table"),
+        ({"tasks": {"digits-mlp": 150}}, "tasks.digits-mlp is not a table"),
+        ({"run": 3}, "run is not a table"),
+        ({"run": {"seed": 5}}, "seeds are given at the top"),
+        ({"tasks": {"digits-mlp": {"label": "x"}}}, "a label is the name of its table"),
+        ({"optimizers": {"adamw": {"learning_rate": 1, "b3": 1}}}, "b3 is not a field"),
+        ({"optimizers": {"adamw": {"learning_rate": -1}}}, "learning_rate=-1.0 must be"),
+        ({"tasks": {"digit": {}}}, "'digit' is not a task"),
+        (
+            {"optimizers": {"adamw": {"learning_rate": 1, "tasks": {"x": {}}}}},
+            "the recipe has no task 'x'",
+        ),
+    ],
+)
+def test_wrong_recipe_is_named(changes, message):
+    base = {"tasks": {"digits-mlp": {}}, "optimizers": {"adamw": {"learning_rates": [1]}}}
+    with pytest.raises(ValueError, match=message):
+        parse(base | changes, "wrong")
+
+
+def test_further_rule_is_tuned_as_celo2_is(tmp_path):
+    path = tmp_path / "one.toml"
+    path.write_text("[tasks.digits-mlp]\n[optimizers.celo2]\nlearning_rates = [1e-3, 2e-3]\n")
+    recipe = read_recipe(path, {"mine": "celo2-base"})
+    assert [(c.label, c.optimizer, c.learning_rate) for c in recipe.runs] == [
+        ("celo2", "celo2", 1e-3),
+        ("celo2", "celo2", 2e-3),
+        ("mine", "celo2-base", 1e-3),
+        ("mine", "celo2-base", 2e-3),
+    ]
+    with pytest.raises(ValueError, match="an optimizer 'celo2' already"):
+        read_recipe(path, {"celo2": "x.safetensors"})
+
+
+def test_further_rule_needs_rates_of_celo2(recipe_file):
+    with pytest.raises(ValueError, match="tuned as celo2 is, which the recipe has not"):
+        read_recipe(recipe_file, {"mine": "celo2-base"})
+
+
+def rates_and_decays(run=(), task=(), optimizer=(), both=()):
+    content = {"run": dict(run), "tasks": {"digits-mlp": dict(task)}}
+    wish = dict(optimizer) | {"tasks": {"digits-mlp": dict(both)}}
+    runs = parse(content | {"optimizers": {"adamw": wish}}, "levels").runs
+    return sorted({c.learning_rate for c in runs}), sorted({c.weight_decay for c in runs})
+
+
+def test_nearer_level_counts_in_either_spelling():
+    many, one = {"learning_rates": [1e-3, 2e-3]}, {"learning_rate": 9e-3}
+    assert rates_and_decays(optimizer=many, both=one)[0] == [9e-3]
+    assert rates_and_decays(optimizer=one, both=many)[0] == [1e-3, 2e-3]
+    decays = {"weight_decays": [0.0, 0.1, 10.0]}
+    assert rates_and_decays(run=decays, optimizer=one | {"weight_decay": 0.1})[1] == [0.1]
+    assert rates_and_decays(run={"weight_decay": 0.1}, task=decays, optimizer=one)[1] == [
+        0.0,
+        0.1,
+        10.0,
+    ]
+    with pytest.raises(ValueError, match="learning_rate and learning_rates are both given"):
+        rates_and_decays(optimizer=one | many)
+
+
+def test_unlike_work_is_told():
+    tuned = {"learning_rate": 1e-3}
+    optimizers = {"adamw": tuned, "celo2": tuned | {"steps": 5000, "clip": 1.0}}
+    recipe = parse({"tasks": {"digits-mlp": {"steps": 1000}}, "optimizers": optimizers}, "unlike")
+    (warning,) = recipe.warnings()
+    assert "on digits-mlp steps differ (adamw 1000, celo2 5000)" in warning
