@@ -61,6 +61,20 @@ def test_nonfinite_gradient_leaves_only_its_slice_of_a_stack_alone(started):
     assert list(state.moves["stack"].ravel()) == [2, 1, 2]
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_nonfinite_gradient_counts_as_zero_for_adam(nesterov):
+    tx = celo2(1e-2, rule=make_rule(), adam_nesterov=nesterov)
+    params = normal_tree({"kernel": (4, 6), "bias": (6,)}, seed=1)
+    grads = [normal_tree({"kernel": (4, 6), "bias": (6,)}, seed=t) for t in (2, 3, 4)]
+    bad = grads[1] | {"bias": grads[1]["bias"].at[:3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))}
+    zero = grads[1] | {"bias": grads[1]["bias"].at[:3].set(0.0)}
+    ours, theirs = (train(tx, params, [grads[0], g, grads[2]])[1] for g in (bad, zero))
+    np.testing.assert_array_equal(ours["bias"], theirs["bias"])
+    assert np.isfinite(ours["bias"]).all()
+    with_them = train(celo2(1e-2, rule=make_rule(), skip_nonfinite=False), params, [bad])[1]
+    assert np.isnan(with_them["bias"][0])
+
+
 def test_skipped_steps_can_be_read_from_the_state_of_celo2():
     tx = celo2(1e-2, rule=RULE)
     params, bad = {"kernel": PARAMS["kernel"]}, {"kernel": jnp.full((4, 6), np.nan)}

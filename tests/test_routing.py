@@ -42,6 +42,10 @@ RULE = {
     "Dense_0/kernel": (8, 8),
     "0/w": (8, 8),
     "header_norm/kernel": (8, 8),
+    "encoder/position_wise_ffn/w_1/kernel": (8, 32),
+    "lora/b": (4, 8),
+    "distilbert/pre_classifier/kernel": (8, 8),
+    "MultiHead_0/Head_0/key/kernel": (8, 4),
 }
 ADAM = {
     "embedding": {
@@ -56,6 +60,10 @@ ADAM = {
         "position/table": (16, 8),
         "positional_encoding": (16, 8),
         "position_ids": (1, 16),
+        "layers.0.attn.relative_position_bias_table": (16, 3),
+        "blocks.0.attn.rel_pos_h": (27, 8),
+        "reg_token": (1, 4, 8),
+        "query_tokens": (1, 32, 8),
         "language_model/embedder/input_embedding": (50, 8),
     },
     "output head": {
@@ -68,6 +76,10 @@ ADAM = {
         "unembedding": (8, 50),
         "decoder/logits_dense/kernel": (8, 50),
         "value_head/kernel": (8, 3),
+        "LMHead_0/Dense_0/kernel": (8, 50),
+        "backbone.aux_classifier.weight": (21, 8),
+        "head_dist.weight": (10, 8),
+        "cls/seq_relationship/kernel": (8, 2),
         "params/output/kernel": (8, 10),
         "out/w": (8, 10),
     },
@@ -79,6 +91,10 @@ ADAM = {
         "blocks/bias": (6, 8),  # stacked layers
         "attention/query/bias": (2, 4),
         "norm/scale": (6, 8),
+        "ScanBlock_0/attention/query/bias": (6, 2, 4),
+        "blocks/norm/weight": (6, 8),  # equinox, stacked
+        "layer_stack/layer_norm/offset": (6, 8),
+        "mlp.experts.gate_up_proj_bias": (4, 8),
     },
     "single element": {"temperature": (), "logit_scale": (1,), "gain": (1, 1)},
     "empty": {"unused": (0, 8), "nothing": (0,)},
@@ -133,6 +149,17 @@ def test_published_base_takes_single_elements_too():
         ("layers/attention/out/kernel", (6, 2, 4, 8), (6, 8, 8)),
         ("mixer/out/kernel", (2, 4, 8), (2, 4, 8)),  # no attention: a batch
         ("blocks/bias", (6, 8), (6, 1, 8)),
+        ("blocks/attention/query/bias", (6, 2, 4), (6, 1, 8)),
+        ("attn/q_einsum/w", (8, 23, 4), (23, 32)),  # gemma
+        ("attn/kv_einsum/w", (2, 1, 23, 4), (2, 23, 4)),
+        ("attn/qkv_einsum/w", (3, 8, 23, 4), (3, 23, 32)),
+        ("attn/attn_vec_einsum/w", (8, 4, 23), (32, 23)),
+        ("attention/qkv/kernel", (8, 3, 2, 4), (8, 24)),  # DenseGeneral((3, heads, width))
+        ("layers/attention/qkv/kernel", (6, 8, 3, 2, 4), (6, 8, 24)),
+        ("blocks/0/mha/out/kernel", (2, 4, 8), (8, 8)),
+        ("mid/attn_1/q/kernel", (1, 1, 8, 8), (8, 8)),  # attention by 1×1 convolutions
+        ("conv/weight", (32, 3, 5, 5), (75, 32)),  # equinox
+        ("Conv1d/weight", (32, 3, 5), (15, 32)),
     ],
 )
 def test_view_follows_rank_and_name(path, shape, viewed):

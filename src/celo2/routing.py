@@ -12,16 +12,20 @@ Updater = Literal["rule", "adam"]
 Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
 
 EMBEDDING = re.compile(
-    r"embed|^(wte|wpe|tok_emb|pos_emb|position(s|al)?(_.*)?|pos_table|(cls|class|mask)_token)$"
+    r"embed|^(wte|wpe|tok_emb|pos_emb|pos_table|position(s|al)?(_(ids?|table|emb.*|enc.*|bias.*))?"
+    r"|rel(ative)?_pos(ition)?(_.*)?|(cls|class|mask|reg|register|dist|query)_tokens?)$"
 )
 HEAD = re.compile(
-    r"^(un_?embed.*|(.*_)?head|lm_?head|classifier|logits?(_.*)?|readout|vocab_proj(ection)?)$"
+    r"^(un_?embed.*|(.*_)?head|head_dist|lm_?head(_\d+)?|(?!pre_)(.*_)?classifier(_\d+)?"
+    r"|logits?(_.*)?|readout|vocab_proj(ection)?|seq_relationship)$"
 )
 TOP_LEVEL_HEAD = re.compile(r"^(out|output|output_(layer|proj|projection)|fc_out)$")
-VECTOR = re.compile(r"^(b|bias|scale|gain|beta|gamma)$")
+VECTOR = re.compile(r"^(b|(.*_)?bias|scale|gain|beta|gamma|offset)$")
+NORM = re.compile(r"norm|^ln(_|$)")
 CONVOLUTION = re.compile(r"conv")
 ATTENTION_IN = re.compile(r"^(q|k|v|qkv|kv|query|key|value)(_?(proj|kernel|einsum|w))?$")
 ATTENTION_OUT = re.compile(r"^(o|out|output|attn_vec)(_?(proj|kernel|einsum|w))?$")
+FUSED = re.compile(r"^(qkv|kv)(_?(proj|kernel|w))?$")
 WRAPPERS = {"params", "model", "module", "_orig_mod"}
 
 
@@ -45,7 +49,7 @@ def route(
     Celo2 leaves vectors, embeddings, position tables and output heads to AdamW; a rule with
     `vectors="rule"` takes every tensor of more than one element.
     """
-    view = published_view(len(shape)) if published else named_view(path, len(shape))
+    view = published_view(len(shape)) if published else named_view(path, shape)
     if is_broadcast_vector(shape) and not published:
         view = vector_view(len(shape))
     if wish := find_override(path, len(shape), view, overrides):
@@ -70,21 +74,29 @@ def find_override(
     return None
 
 
-def named_view(path: str, ndim: int) -> MatrixView:
-    """The matrix view of a JAX kernel, from its rank and from what its path says it is."""
-    names = path_names(path)
-    if names and VECTOR.match(names[-1]) and ndim == 2:
-        return MatrixView((0,), (), (1,))  # one vector for each of a stack of layers
-    batch = (0,) if ndim == 4 else ()
-    if ndim in (3, 4) and not any(CONVOLUTION.search(name) for name in names):
-        first, second, third = range(len(batch), ndim)
-        if any(ATTENTION_IN.match(name) for name in names):
-            return MatrixView(batch, (first,), (second, third))
-        if _has_attention_output(names):
-            return MatrixView(batch, (first, second), (third,))
-    if ndim == 3 and any(CONVOLUTION.search(name) for name in names):
+def named_view(path: str, shape: tuple[int, ...]) -> MatrixView:
+    """The matrix view of a JAX kernel, from its shape and from what its path says it is."""
+    names, ndim = path_names(path), len(shape)
+    if ndim >= 2 and is_vector_name(path):
+        return MatrixView((0,), (), tuple(range(1, ndim)))  # one vector for each of a stack
+    is_convolution = any(CONVOLUTION.search(name) for name in names) or shape[:2] == (1, 1)
+    if names[-1:] == ["weight"] and (ndim > 3 or (ndim == 3 and is_convolution)):
+        return MatrixView((), tuple(range(1, ndim)), (0,))  # equinox: (out, in, *taps)
+    if not is_convolution and (attention := _attention_view(names, shape)):
+        return attention
+    if ndim == 3 and is_convolution:
         return MatrixView((), (0, 1), (2,))
     return default_view(ndim)
+
+
+def is_vector_name(path: str) -> bool:
+    """Whether a tensor is by its name a vector, or with more axes than one a stack of vectors."""
+    names = path_names(path)
+    if names[-1:] == ["weight"]:
+        return any(NORM.search(name) for name in names[-2:-1])
+    if names[-1:] == ["b"] and any("lora" in name for name in names):
+        return False  # the second matrix of a pair
+    return bool(names and VECTOR.match(names[-1]))
 
 
 def path_names(path: str) -> list[str]:
@@ -148,6 +160,21 @@ def default_updater(
     return "rule", "matrix"
 
 
-def _has_attention_output(names: list[str]) -> bool:
-    within = any("att" in name for name in names)
-    return within and any(ATTENTION_OUT.match(name) for name in names)
+def _attention_view(names: list[str], shape: tuple[int, ...]) -> MatrixView | None:
+    """The view of a kernel with an axis for heads, by itself or stacked; None for any other."""
+    ndim = len(shape)
+    found = [name for name in names if ATTENTION_IN.match(name)]
+    if any(name.endswith("einsum") for name in found) and ndim > 2:  # gemma: (…, heads, d, width)
+        return MatrixView(tuple(range(ndim - 3)), (ndim - 2,), (ndim - 3, ndim - 1))
+    if any(map(FUSED.match, found)) and ndim in (4, 5) and shape[-3] in (2, 3):
+        return MatrixView(tuple(range(ndim - 4)), (ndim - 4,), tuple(range(ndim - 3, ndim)))
+    if ndim not in (3, 4):
+        return None
+    batch = tuple(range(ndim - 3))
+    first, second, third = range(ndim - 3, ndim)
+    if found:
+        return MatrixView(batch, (first,), (second, third))
+    within = any("att" in name or name == "mha" for name in names)
+    if within and any(map(ATTENTION_OUT.match, names)):
+        return MatrixView(batch, (first, second), (third,))
+    return None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -60,8 +61,9 @@ def celo2(
             that returns one. Decides alone who updates what.
         overrides: regex on a parameter's path → "rule", "adam", a MatrixView or Muon's
             dimension numbers; the first that matches counts.
-        published, skip_nonfinite, hold_unused, momentum_dtype, newton_schulz_dtype: see
-            `scale_by_celo2`.
+        skip_nonfinite: what `scale_by_celo2` says of the rule; AdamW takes elements of a gradient
+            that are not finite for zeros.
+        published, hold_unused, momentum_dtype, newton_schulz_dtype: see `scale_by_celo2`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -72,6 +74,8 @@ def celo2(
         >>> params = optax.apply_updates(params, updates)
     """
     rule = as_rule(rule)
+    skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
+    adam = adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps, nesterov=adam_nesterov)
 
     def labels(tree) -> Any:
         routes = route_all(tree, rule.config, adam_mask, overrides, published)
@@ -93,7 +97,7 @@ def celo2(
             optax.scale_by_learning_rate(learning_rate),
         ),
         "adam": optax.chain(
-            adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps, nesterov=adam_nesterov),
+            _without_nonfinite(adam) if skip_nonfinite else adam,
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(
                 _times(ADAM_MULTIPLIER, learning_rate)
@@ -110,6 +114,17 @@ def celo2(
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init, tx.update)
+
+
+def _without_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` with zeros for the elements of gradients that are not finite; it has the same state."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra):
+        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
+        return tx.update(finite, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def celo2_base(
