@@ -11,7 +11,7 @@ from torch import nn
 
 import reference
 import reference_parts
-from celo2.layout import MatrixView, default_view
+from celo2.layout import MatrixView, default_view, published_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
 from celo2.torch.blocks import blocks
@@ -167,9 +167,9 @@ def test_update_equals_the_published_implementation(name):
             for kind in ("params", "grads", "updates_f64")
         )
         tensors = {leaf: nn.Parameter(torch.tensor(params[leaf][0])) for leaf in leaves}
-        optimizer = Celo2(
-            list(tensors.items()), 1.0, rule=rule, published=True, overrides={"": "rule"}
-        )
+        # They are stored as in JAX: not how names would have it in Torch.
+        views = {f"^{leaf}$": published_view(params[leaf][0].ndim) for leaf in leaves}
+        optimizer = Celo2(list(tensors.items()), 1.0, rule=rule, published=True, overrides=views)
         for t in range(len(next(iter(grads.values())))):
             for leaf, tensor in tensors.items():
                 # From zero, so that the parameter's rounding does not blur the update.

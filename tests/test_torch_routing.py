@@ -191,12 +191,6 @@ def test_base_takes_all_that_has_more_than_one_element():
     assert {line.path: line.viewed for line in table}["scaled.layer_scale"] == (1, 8)
 
 
-def test_published_layout_is_the_last_two_axes():
-    table = lines(ConvNet(), published=True)
-    assert table["conv.weight"].viewed == (8, 3, 3, 3)
-    assert table["up.weight"].viewed == (8, 4, 2, 2)
-
-
 def test_overrides_go_by_name():
     view = MatrixView((2,), (0,), (1,))
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "up": nn.Linear(4, 4), "wte": Scaled()})

@@ -38,6 +38,18 @@ def test_dtypes_and_shapes_can_be_mixed():
             assert rms(param - old) == pytest.approx(LR, rel=rel)
 
 
+@pytest.mark.parametrize("lr", [LR, torch.tensor(LR)], ids=["float", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decay_and_step_of_half_precision_are_rounded_once(dtype, lr):
+    half = parameter(16, 24, dtype=dtype)
+    full = nn.Parameter(half.detach().float())
+    full.grad = half.grad.float()
+    for param in (half, full):
+        # In half precision 1 - lr · weight_decay would be nearly 1.
+        Celo2([("x", param)], lr, rule=RULE, weight_decay=0.1).step()
+    assert_same(half, full.to(dtype))
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (0,), (3, 0)])
 @pytest.mark.parametrize("updater", [None, "rule", "adam"])
 def test_scalars_and_empty_tensors_are_no_trouble(shape, updater):

@@ -14,7 +14,7 @@ from celo2.layout import MatrixView
 from celo2.torch import Celo2
 from celo2.torch.tensors import aligned, frame_of
 from small import SMALL, make_rule
-from torch_world import LR, Here, Model, make_optimizer, scenario, whole
+from torch_world import LR, RULES, Here, Model, make_optimizer, scenario, whole
 
 
 class Collectives(TorchDispatchMode):
@@ -92,6 +92,29 @@ def replicated_parameter_is_updated_as_a_plain_one(here: Here):
 def published_layout_of_a_sharded_stack_is_that_of_a_plain_one(here: Here):
     for shape in ((7, 5, 4), (3, 5, 4)):  # factored over the stack, and within its matrices
         check_equal_to_plain(here, shape, Shard(0), published=True)
+
+
+@scenario
+def vector_shaped_to_be_broadcast_is_updated_as_a_plain_one(here: Here):
+    base = RULES["celo2_base"]
+    for shape, axis in (((1, 1, 6), 0), ((1, 1, 6), 1), ((1, 1, 5), 2), ((5, 1, 1), 0)):
+        check_equal_to_plain(here, shape, Shard(axis), rule=base, weight_decay=0.1)
+    optimizer = make_optimizer(holder_of(here, (1, 1, 6), Shard(0)), "celo2_base")
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert state["rows"].to_local().shape == (3, 1 - here.rank, 6)
+    assert whole(state["rows"]).shape == (3, 1, 6) and whole(state["rows"]).all()
+
+
+@scenario
+def non_finite_gradient_is_zero_for_a_sharded_adam(here: Here):
+    holder = holder_of(here, (6,), Shard(0))
+    before = holder.w.to_local().clone()
+    if here.rank == 1:
+        holder.w.grad.to_local()[0] = torch.nan
+    make_optimizer(holder, weight_decay=0).step()
+    moved = (holder.w.to_local() != before).tolist()
+    assert moved == [here.rank == 0, True, True]
 
 
 @scenario

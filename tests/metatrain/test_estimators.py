@@ -116,6 +116,21 @@ def test_truncated_es_is_biased_as_if_truncations_started_from_nowhere():
     assert share(found, whole) < 0.3
 
 
+def test_truncated_es_starts_both_twins_where_the_first_one_is():
+    _, estimate = compiled("truncated_es")
+    state, _ = estimate(about_to_end(initial_state()), KEY)
+    first, second = (np.asarray(state.problems.params["hidden"]["kernel"])[:, i] for i in (0, 1))
+    assert not np.array_equal(first, second)
+    kept = jax.tree.map(lambda x: x.at[:, 1].set(x[:, 0]), state.problems.params)
+    far = jax.tree.map(lambda x: x.at[:, 1].add(1), state.problems.params)
+    found = [
+        estimate(state._replace(problems=state.problems._replace(params=params)), KEY)[1]
+        for params in (kept, far)
+    ]
+    np.testing.assert_array_equal(*(flat(each.gradient) for each in found))
+    np.testing.assert_array_equal(*(each.losses for each in found))
+
+
 def test_perturbation_has_the_configured_deviation():
     draw = jit(jax.vmap(lambda key: pes.perturb(tiny_config(sigma=0.3), WEIGHTS, key)))
     noise = flat(draw(jax.random.split(KEY, 200)))

@@ -156,9 +156,9 @@ def test_status_of_no_run_says_so(tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_trackers_get_the_numbers_of_a_row(tmp_path, monkeypatch):
-    row = {"kind": "train", "iteration": 3, "loss": 1.5, "losses": {"mnist": 2.0}, "x": None}
-    assert trackers.scalars(row) == {"train/loss": 1.5, "train/losses/mnist": 2.0}
+def test_trackers_get_the_numbers_of_a_row():
+    row = {"kind": "train", "iteration": 3, "loss": 1.5, "family_loss": {"mnist": 2.0}, "x": None}
+    assert trackers.scalars(row) == {"train/loss": 1.5, "train/family_loss/mnist": 2.0}
     assert trackers.scalars({"kind": "end", "iteration": 3}) == {}
     row = {"kind": "valid", "step": 3, "metrics": {"loss": 1.5}}
     assert trackers.scalars(row) == {"valid/metrics/loss": 1.5}

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -44,6 +45,26 @@ def test_mistakes_in_toml_are_named_with_the_file(text, message, tmp_path):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ValueError, match=f"bad.toml: .*{message}"):
         read_toml(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"warmup": 50, "iterations": 50, "decay": "cosine"}, "warmup=50 .* iterations=50"),
+        ({"adam_multiplier": -1.0}, "adam_multiplier=-1.0 must be a number of at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan must be"),
+        ({"loss_limit": math.inf}, "loss_limit=inf must be"),
+        ({"loss_limit": -2.0}, "loss_limit=-2.0 must be"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MetaConfig(**fields)
+
+
+def test_warm_up_may_fill_a_run_at_a_constant_rate():
+    assert MetaConfig(warmup=50, iterations=50).warmup == 50
 
 
 def test_differences_name_nested_fields():

@@ -1,10 +1,14 @@
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import celo2
 from celo2 import cli
+from celo2.metatrain.outer import MetaMetrics
+from celo2.metatrain.run import advance
 from celo2.rule import CELO2, Rule, RuleConfig, feature_count, initial_weights
 
 plots = pytest.importorskip("celo2.metatrain.plots", reason="matplotlib is not installed")
@@ -13,13 +17,14 @@ RULE = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(0)))
 
 
 def train_row(iteration: int, **changes) -> dict:
-    row = {
-        "kind": "train",
-        "iteration": iteration,
-        "loss": 1.5,
-        "losses": {"mnist": 1.0, "svhn": 2.0},
-    }
-    return row | changes
+    """The row of one iteration, as a run makes it."""
+    metrics = {name: np.ones(1) for name in MetaMetrics._fields}
+    metrics |= {"loss": np.array([1.5]), "family_loss": np.array([[1.0, 2.0]])}
+    program = SimpleNamespace(run=lambda state, count: (state, MetaMetrics(**metrics)))
+    run: Any = SimpleNamespace(
+        program=program, state=None, iteration=iteration - 1, names=("mnist", "svhn"), elapsed=1.0
+    )
+    return advance(run, 1)[0] | changes
 
 
 def heldout_row(iteration: int, loss: float) -> dict:
@@ -68,8 +73,17 @@ def test_plot_of_no_folder_says_so(tmp_path):
         plots.plot_run(tmp_path / "none")
 
 
+def test_plot_of_a_folder_of_run_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {"task": "digits-mlp", "steps": 10}}')
+    (tmp_path / "records.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(ValueError, match="is a folder of `celo2 run`, not of `celo2 meta-train`"):
+        plots.plot_run(tmp_path)
+
+
 def test_meta_loss_has_a_curve_for_each_dataset_and_one_for_all():
-    figure = plots.draw_meta_loss([train_row(1), train_row(2, loss=None, losses={"mnist": None})])
+    figure = plots.draw_meta_loss(
+        [train_row(1), train_row(2, loss=None, family_loss={"mnist": None})]
+    )
     (axes,) = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.lines}
     assert {"mnist", "svhn", "all problems"} <= lines.keys()

@@ -7,10 +7,15 @@ from celo2.metatrain.watch import Limits, Streaks, inspect
 NONE = Streaks()
 
 
-def metrics(loss, weight_norm=1.0, bad_entries=0) -> MetaMetrics:
-    given = {"loss": loss, "weight_norm": weight_norm, "bad_entries": bad_entries}
+def metrics(loss, weight_norm=1.0, bad_entries=0, gradient_norm=1.0) -> MetaMetrics:
+    given = {
+        "loss": loss,
+        "weight_norm": weight_norm,
+        "bad_entries": bad_entries,
+        "gradient_norm": gradient_norm,
+    }
     columns = {name: np.broadcast_to(value, len(loss)) for name, value in given.items()}
-    rest = {name: np.zeros(len(loss)) for name in MetaMetrics._fields}
+    rest = {name: np.ones(len(loss)) for name in MetaMetrics._fields}
     return MetaMetrics(**(rest | columns))
 
 
@@ -50,6 +55,23 @@ def test_streak_is_told_once_and_fatal_at_the_end_of_patience(found, cause):
     assert fatal.fatal and fatal.iteration == 100
     assert "20 iterations in a row" in fatal.cause
     assert look(found, streaks, patience=21)[1] == []
+
+
+def test_zero_gradient_is_told_once_and_never_fatal():
+    found = metrics([1.0] * 10, gradient_norm=0.0)
+    streaks, (warning,) = look(found)
+    assert streaks == Streaks(idle=10) and not streaks.bad
+    assert not warning.fatal and warning.iteration == 92
+    assert "meta-gradient is zero, so the rule learns nothing, for 2 iter" in warning.cause
+    assert look(found, streaks) == (Streaks(idle=20), [])
+    one = look(metrics([1.0], gradient_norm=0.0), patience=1)
+    assert [trouble.fatal for trouble in one[1]] == [False]
+
+
+@pytest.mark.parametrize(("loss", "bad_entries"), [(2.99, 0), (1.0, 7)])
+def test_zero_gradient_for_a_known_reason_is_not_told(loss, bad_entries):
+    streaks, troubles = look(metrics([loss] * 5, 1.0, bad_entries, gradient_norm=0.0))
+    assert streaks.bad and streaks.idle == 0 and len(troubles) == 1
 
 
 def test_one_good_iteration_ends_a_streak():

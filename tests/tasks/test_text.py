@@ -1,3 +1,4 @@
+import gzip
 import lzma
 
 import jax
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 
 from celo2.tasks import text
+from celo2.tasks.documents import read_documents
 from conftest import data_folder
 
 
@@ -20,9 +22,10 @@ def test_embedded_text_is_long_and_its_last_tenth_validates():
 def test_text_files_are_joined_plain_or_compressed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"abcdefghij"))
-    corpus = text.load([tmp_path / "a.txt", str(tmp_path / "b.txt.xz")])
-    assert corpus.train.tobytes() == b"0123456789abcdefgh"
-    assert corpus.valid.tobytes() == b"ij"
+    (tmp_path / "c.txt.GZ").write_bytes(gzip.compress(b"ABCDEFGHIJ"))
+    corpus = text.load([tmp_path / "a.txt", str(tmp_path / "b.txt.xz"), tmp_path / "c.txt.GZ"])
+    assert corpus.train.tobytes() == b"0123456789abcdefghijABCDEFG"
+    assert corpus.valid.tobytes() == b"HIJ"
 
 
 def test_folder_corpus_keeps_its_own_split(tmp_path):
@@ -41,10 +44,31 @@ def test_absent_texts_say_what_to_do(tmp_path):
         text.load("no_such_file")
 
 
-def test_cut_off_xz_file_is_refused(tmp_path):
-    (tmp_path / "a.xz").write_bytes(lzma.compress(b"text" * 100)[:-20])
-    with pytest.raises(ValueError, match="not a whole .xz file"):
-        text.load(tmp_path / "a.xz")
+@pytest.mark.parametrize(("ending", "compress"), [("xz", lzma.compress), ("gz", gzip.compress)])
+def test_cut_off_file_is_refused(ending, compress, tmp_path):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(compress(b"text" * 100)[:-20])
+    with pytest.raises(ValueError, match=f"not a whole .{ending} file"):
+        text.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b"text", mtime=0), "a gzip file, not as a text: end its name in .gz"),
+        (lzma.compress(b"text"), "a xz file, not as a text: end its name in .xz"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "a zstd file, not as a text: unpack it first"),
+        (b"PK\x03\x04\x14\x00", "a zip file, not as a text: unpack it first"),
+        (b"PAR1\x15\x04", "a parquet file, not as a text: write its text to"),
+    ],
+    ids=["gzip", "xz", "zstd", "zip", "parquet"],
+)
+def test_files_that_are_no_text_are_refused(content, message, tmp_path):
+    (tmp_path / "corpus.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=f"corpus.txt' begins as {message}"):
+        text.load(tmp_path / "corpus.txt")
+    with pytest.raises(ValueError, match=f"corpus.txt' begins as {message}"):
+        list(read_documents([str(tmp_path / "corpus.txt")]))
 
 
 def test_real_shakespeare_loads():

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
 from celo2.runs.machine import cores
+from celo2.runs.processes import some_process
 
 DIVERGED = 3  # exit status
+STOPPED = 128 + signal.SIGTERM  # the same, of a process that another one's signal stopped
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --meta.learning-rate
 
 
@@ -87,7 +90,8 @@ def main(arguments: list[str]) -> int:
         except Diverged as error:
             _say(str(error))
             return DIVERGED
-    return asked.status if end["reason"] == "stopped" else 0
+    # A signal to one process stops all; the others are stopped as by a SIGTERM of their own.
+    return (asked.status or STOPPED) if end["reason"] == "stopped" else 0
 
 
 def parse(arguments: list[str]) -> Options:
@@ -139,7 +143,7 @@ def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
         init_from=options.init_from,
         minutes=options.minutes,
         checkpoint_every=options.checkpoint_every,
-        try_rule=_held_out(options),
+        try_rule=_held_out(options, asked),
         try_every=max(options.try_every, 1),
         limits=Limits(options.max_weight_norm, options.patience),
         stop=asked,
@@ -155,10 +159,14 @@ def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
     )
 
 
-def _held_out(options: Options) -> Callable[[Rule], dict[str, Any]] | None:
+def _held_out(options: Options, asked: Asked) -> Callable[[Rule], dict[str, Any] | None] | None:
     if options.try_every < 1:
         return None
-    return lambda rule: heldout.try_rule(rule, heldout.problems(size=options.try_size))
+
+    def stop() -> bool:
+        return some_process(asked())[0]
+
+    return lambda rule: heldout.try_rule(rule, heldout.problems(size=options.try_size), stop)
 
 
 def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
@@ -169,6 +177,7 @@ def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]
     start = next(rows)  # before the bar: a run that is refused draws none
     _say(_start_line(start))
     yield start
+    told = False
     interval = 0.5 if sys.stderr.isatty() else 30
     bar = tqdm(
         initial=start["iteration"],
@@ -190,6 +199,10 @@ def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]
             else:
                 text = row.get("cause") or f"held-out score {row.get('score')}"
                 bar.write(f"iteration {iteration}: {text}", file=sys.stderr)
+            if row["kind"] == "heldout" and not told:
+                told = True
+                if seen := heldout.seen(row.get("problems", {}), start["data"]):
+                    bar.write(_seen_line(seen), file=sys.stderr)
             yield row
 
 
@@ -199,6 +212,13 @@ def _start_line(row: dict[str, Any]) -> str:
     return (
         f"{verb} iteration {row['iteration']} on {', '.join(row['data'])}, {devices}; "
         "compiling first"
+    )
+
+
+def _seen_line(seen: list[str]) -> str:
+    return (
+        f"celo2: the rule learns on the same images as {', '.join(seen)}: these are not held out, "
+        "and the score flatters it"
     )
 
 

@@ -81,7 +81,7 @@ def run(
         *_, last = show(rows, config) if is_primary() else rows
     if last["kind"] != "end":
         say(f"stopped; continue with --resume --out {folder}")
-        return asked.status
+        return asked.status or 143  # a signal came to another process
     if is_primary():
         say(f"{summary(last)}; records in {folder}")
     return DIVERGED if last["diverged"] else 0

@@ -49,7 +49,7 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a train, valid or heldout row, `train/losses/mnist` and the like."""
+    """The numbers of a train, valid or heldout row, `train/family_loss/mnist` and the like."""
     if row["kind"] not in ("train", "valid", "heldout"):
         return {}
     return {f"{row['kind']}/{name}": v for name, v in _flatten(row) if name not in COUNTS}

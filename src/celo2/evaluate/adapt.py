@@ -1,24 +1,29 @@
 """A task computed in another way: in half precision, or its batch in parts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from celo2.runs.digest import like_tree, name_arrays
 from celo2.tasks import Task
 
 
 def in_precision(task: Task, dtype: Any) -> Task:
     """The task with its model's arithmetic in `dtype`; parameters and gradients stay as they are.
 
-    The tasks' own losses are float32 sums even so.
+    The tasks' own losses are float32 sums even so, and gathered parameters are cast by the task.
     """
 
     def cast(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def loss(params, batch):
-        value, metrics = task.loss(jax.tree.map(cast, params), jax.tree.map(cast, batch))
+        named = name_arrays(params)
+        _check_gathered(task, named)
+        half = {name: x if name in task.gathered else cast(x) for name, x in named.items()}
+        value, metrics = task.loss(like_tree(params, half), jax.tree.map(cast, batch))
         return value.astype(jnp.float32), metrics
 
     return task._replace(loss=loss)
@@ -62,3 +67,11 @@ def accumulated(task: Task, parts: int) -> Task:
 
     loss.defvjp(forward, backward)
     return task._replace(loss=loss)
+
+
+def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
+    if unknown := [name for name in task.gathered if name not in params]:
+        raise ValueError(
+            f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
+            f"{', '.join(params)}."
+        )

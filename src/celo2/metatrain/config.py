@@ -45,7 +45,8 @@ class MetaConfig:
         decay: of that rate over `iterations`.
         warmup: iterations over which that rate rises from zero.
         weight_decay: of the outer AdamW.
-        loss_limit: inner losses above it, and NaN, count as this; None is 1.5 ln 10.
+        loss_limit: inner losses above it, and those that are not finite, count as this; None is
+            1.5 ln 10.
     """
 
     rule: RuleConfig = field(default_factory=lambda: CELO2)
@@ -90,6 +91,17 @@ class MetaConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number.")
+        for name in ("adam_multiplier", "weight_decay", "loss_limit"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be a number of at least 0.")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup} must be at least 0.")
+        if self.decay == "cosine" and self.warmup >= self.iterations:
+            raise ValueError(
+                f"warmup={self.warmup} must be below iterations={self.iterations}: the cosine "
+                "decay comes between them."
+            )
         shortest, longest = self.unroll
         if not self.truncation <= shortest <= longest:
             raise ValueError(

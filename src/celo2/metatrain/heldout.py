@@ -38,14 +38,17 @@ class Plan(NamedTuple):
     outputs: int  # classes or tokens
     steps: Mapping[Size, int]
     seeds: Mapping[Size, int]
+    images: str | None = None  # the image set it trains on
 
 
 # The digits' losses are small and differ from seed to seed: they are averages over several. A try
 # takes a minute of one core after compiling, a quick one a quarter of that.
 PLANS = {
-    "mlp": Plan(TASKS["digits-mlp"].make, 10, _by_size(150, 300), _by_size(4, 8)),
-    "wide-mlp": Plan(TASKS["digits-mlp-wide"].make, 10, _by_size(50, 100), _by_size(2, 6)),
-    "convnet": Plan(digits_convnet, 10, _by_size(60, 120), _by_size(4, 8)),
+    "mlp": Plan(TASKS["digits-mlp"].make, 10, _by_size(150, 300), _by_size(4, 8), "digits"),
+    "wide-mlp": Plan(
+        TASKS["digits-mlp-wide"].make, 10, _by_size(50, 100), _by_size(2, 6), "digits"
+    ),
+    "convnet": Plan(digits_convnet, 10, _by_size(60, 120), _by_size(4, 8), "digits"),
     "transformer": Plan(TASKS["text-tiny"].make, 256, _by_size(50, 200), _by_size(1, 1)),
 }
 
@@ -85,17 +88,32 @@ def problems(names: Sequence[str] | None = None, size: Size = "full") -> dict[st
     return {name: _problem(name, size) for name in names}
 
 
-def try_rule(rule: Rule, problems: Mapping[str, HeldOut]) -> dict[str, Any]:
+def seen(names: Sequence[str], data: Sequence[str]) -> list[str]:
+    """The problems that train on the images of a dataset in `data`, as meta-training did.
+
+    >>> seen(["mlp", "transformer"], ["digits"])
+    ['mlp']
+    """
+    return [name for name in names if name in PLANS and PLANS[name].images in data]
+
+
+def try_rule(
+    rule: Rule, problems: Mapping[str, HeldOut], stop: Callable[[], bool] = lambda: False
+) -> dict[str, Any] | None:
     """How well `rule` trains each problem at its best learning rate, and the mean score.
 
     A problem's score is log(loss / AdamW's loss): below 0 is better than AdamW. Mean scores that
     differ by less than about 0.05 differ by chance. Another rule of the same config does not
-    compile again.
+    compile again. `stop` is asked before each problem; True gives the try up, and None comes back.
 
     >>> try_rule(rule, problems(("mlp",)))  # doctest: +SKIP
     {'score': -0.3, 'problems': {'mlp': {'loss': 0.05, 'rate': 0.002, 'rates': [...], ...}}}
     """
-    results = {name: compare(p, tune(p, rule)) for name, p in problems.items()}
+    results: dict[str, dict[str, Any]] = {}
+    for name, problem in problems.items():
+        if stop():
+            return None
+        results[name] = compare(problem, tune(problem, rule))
     score = sum(result["score"] for result in results.values()) / len(results)
     return {"score": score, "problems": results}
 

@@ -160,8 +160,8 @@ def unroll(
         loss, grads = jax.value_and_grad(loss_of)(params)
         tx = inner_optimizer(config, weights, schedule, family.overrides)
         updates, optimizer = tx.update(grads, optimizer, params)
-        loss = jnp.where(jnp.isnan(loss), config.highest_loss, loss)
-        loss = jnp.clip(loss, 0.0, config.highest_loss)
+        loss = jnp.where(jnp.isfinite(loss), loss, config.highest_loss)
+        loss = jnp.minimum(loss, config.highest_loss)
         return optax.apply_updates(params, updates), optimizer, loss
 
     def step(carry, key):

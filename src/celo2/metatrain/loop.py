@@ -20,6 +20,7 @@ from celo2.runs.records import Row
 from celo2.tasks import Task
 
 SAVE_SECONDS = 300.0
+SAVE_SECONDS_BEFORE_TRY = 60.0  # a try takes a minute, in which a run may be killed
 
 
 def metatrain(
@@ -32,7 +33,7 @@ def metatrain(
     init_from: Rule | str | PathLike | None = None,
     minutes: float | None = None,
     checkpoint_every: int | None = None,
-    try_rule: Callable[[Rule], dict[str, Any]] | None = None,
+    try_rule: Callable[[Rule], dict[str, Any] | None] | None = None,
     try_every: int = 2000,
     limits: Limits | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -51,6 +52,7 @@ def metatrain(
         minutes: after which the run saves and stops.
         checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
         try_rule: tries a rule on held-out problems; the lower the `score` it returns, the better.
+            None says that the try was given up, and gives no row.
         try_every: iterations between those tries; a longer run is tried at its end too.
         limits: when a diverging run is given up, with a Diverged error.
         stop: asked between calls of up to ten iterations; True saves and stops.
@@ -92,7 +94,7 @@ def _iterate(
     limits: Limits,
     periods: list[int],
     checkpoint_every: int | None,
-    try_rule: Callable[[Rule], dict[str, Any]] | None,
+    try_rule: Callable[[Rule], dict[str, Any] | None] | None,
     try_every: int,
     stop: Callable[[], bool],
     deadline: float,
@@ -101,27 +103,30 @@ def _iterate(
     streaks, reason = Streaks(), "finished"
     if run.saved is None:
         yield from save_run(run)
+    coming = next_stop(run.iteration, total, periods)
     while run.iteration < total:
-        row, metrics = advance(run, next_stop(run.iteration, total, periods) - run.iteration)
-        yield record(run, row)
+        row, metrics = advance(run, coming - run.iteration)
         streaks, troubles = inspect(
             streaks, limits, run.config.highest_loss, run.weight_count, run.iteration, metrics
         )
+        # Before the row is given away: whoever leaves the loop there should not save a bad rule.
+        run.sound = not (streaks.bad or any(trouble.fatal for trouble in troubles))
+        yield record(run, row)
         for trouble in troubles:
             yield record(run, {"kind": "warning", **trouble._asdict()})
             if trouble.fatal:
                 yield from _give_up(run, trouble.iteration, trouble.cause)
-        at_end = run.iteration == total > try_every
-        if try_rule and (at_end or run.iteration % try_every == 0):
+        if try_rule and _is_tried(run.iteration, total, try_every):
             yield from held_out(run, try_rule)
+        coming = next_stop(run.iteration, total, periods)
+        before_try = try_rule is not None and _is_tried(coming, total, try_every)
         asked, late, due = some_process(
-            stop(), time.monotonic() > deadline, _is_due(run, checkpoint_every)
+            stop(), time.monotonic() > deadline, _is_due(run, checkpoint_every, before_try)
         )
         if asked or late:
             reason = "stopped" if asked else "time is up"
             break
-        # Not while something is wrong: the checkpoints that are kept should be good ones.
-        if due and not any(streaks):
+        if due:
             yield from save_run(run)
     yield from save_run(run, last=True)
     yield record(run, {"kind": "end", "iteration": run.iteration, "reason": reason})
@@ -132,9 +137,14 @@ def next_stop(iteration: int, total: int, periods: list[int]) -> int:
     return min(total, *((iteration // period + 1) * period for period in (CHUNK, *periods)))
 
 
-def _is_due(run: Run, checkpoint_every: int | None) -> bool:
+def _is_tried(iteration: int, total: int, try_every: int) -> bool:
+    return iteration % try_every == 0 or iteration == total > try_every
+
+
+def _is_due(run: Run, checkpoint_every: int | None, before_try: bool) -> bool:
     if checkpoint_every is None:
-        return time.monotonic() - run.saved_at > SAVE_SECONDS
+        age = time.monotonic() - run.saved_at
+        return age > (SAVE_SECONDS_BEFORE_TRY if before_try else SAVE_SECONDS)
     return run.iteration % checkpoint_every == 0
 
 

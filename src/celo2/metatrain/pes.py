@@ -57,6 +57,8 @@ def estimate(
         if config.estimator == "full_es":
             done = jnp.ones_like(done)
         problem = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, state.problems)
+        if config.estimator == "truncated_es":
+            problem = with_equal_twins(problem)
         noise = perturb(config, weights, keys[1])
         kept = jnp.where(done | (config.estimator != "pes"), 0.0, 1.0)
         total = jax.tree.map(lambda old, new: kept * old + new, state.perturbation, noise)
@@ -74,6 +76,18 @@ def estimate(
     state, each = jax.vmap(one)(state, numbers)
     gradient = jax.tree.map(lambda g: jnp.sum(g, 0), each.gradient)
     return state, each._replace(gradient=gradient)
+
+
+def with_equal_twins(problem: Problem) -> Problem:
+    """The problem with both twins where the first one is.
+
+    Truncated ES knows a truncation's perturbation only: what earlier ones did to the difference of
+    the twins would be noise to it.
+    """
+    params, optimizer = jax.tree.map(
+        lambda x: jnp.stack([x[0], x[0]]), (problem.params, problem.optimizer)
+    )
+    return problem._replace(params=params, optimizer=optimizer)
 
 
 def perturb(config: MetaConfig, weights, key: Array):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from celo2 import weights
+from celo2.metatrain.folder import MetaFolder
 from celo2.rule import FEATURES, Rule, RuleConfig
 from celo2.runs import records
 
@@ -28,6 +29,7 @@ def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is not a folder: give the --out of a meta-training run.")
+    MetaFolder(run).check_kind()
     rows = records.read(run / "records.jsonl")
     figures = {}
     if train := of_kind(rows, "train"):
@@ -54,8 +56,8 @@ def draw_meta_loss(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     iterations = _column(rows, "iteration")
-    for name in _names(rows, "losses"):
-        losses = _values([row["losses"].get(name) for row in rows])
+    for name in _names(rows, "family_loss"):
+        losses = _values([row["family_loss"].get(name) for row in rows])
         axes.plot(iterations, smooth(losses), label=name, linewidth=1.2)
     losses = _column(rows, "loss")
     axes.plot(iterations, losses, color="black", alpha=0.15, linewidth=0.8)

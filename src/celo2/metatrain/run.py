@@ -45,6 +45,7 @@ class Run:
     tried: dict[str, Any] | None = None  # the same of the newest try
     saved: int | None = None  # iteration of the newest checkpoint
     pending: bool = False  # whether that one is still being written
+    sound: bool = True  # False while something is wrong: what is kept should be good
     saved_at: float = field(default_factory=time.monotonic)
     failures: int = 0
     unwritten: str | None = None  # why the last row or rule could not be written
@@ -110,9 +111,11 @@ def record(run: Run, row: Row) -> Row:
     return row
 
 
-def held_out(run: Run, try_rule: Callable[[Rule], dict[str, Any]]) -> Iterator[Row]:
+def held_out(run: Run, try_rule: Callable[[Rule], dict[str, Any] | None]) -> Iterator[Row]:
     """Tries the current rule, and keeps it if it is the best so far."""
     result = records.clean(try_rule(current_rule(run)))
+    if result is None:
+        return
     run.tried = {"iteration": run.iteration, **result}
     score = result.get("score")
     if score is not None and (run.best is None or score < run.best["score"]):
@@ -138,10 +141,16 @@ def current_rule(run: Run) -> Rule:
 
 
 def save_run(run: Run, last: bool = False) -> Iterator[Row]:
-    """Saves a checkpoint and the rule; yields a warning if that, or the save before, failed."""
-    if not all(np.isfinite(w).all() for w in _host_weights(run).values()):
-        return
+    """Saves a checkpoint and the rule; yields a warning if that, or the save before, failed.
+
+    A run that is not sound keeps those it has.
+    """
     yield from _attempt(run, lambda: _settle(run))
+    if not run.sound or not all(np.isfinite(w).all() for w in _host_weights(run).values()):
+        if last:
+            cause = f"stopped while it went wrong: what iteration {run.saved} saved is kept"
+            yield record(run, {"kind": "warning", "iteration": run.iteration, "cause": cause})
+        return
     if run.saved != run.iteration:
         yield from _attempt(run, lambda: _begin_save(run))
     if last:

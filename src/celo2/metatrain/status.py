@@ -4,8 +4,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from celo2.metatrain.folder import MetaFolder
 from celo2.runs import checkpoint, records
-from celo2.runs.folder import RunFolder, is_alive, read_owner
+from celo2.runs.folder import is_alive, read_owner
 from celo2.runs.records import Row
 
 RECENT = 50  # rows
@@ -16,10 +17,11 @@ def status(out: str | PathLike) -> dict[str, Any]:
 
     Equal digests mean equal runs: it is over the state's arrays, the config and the data.
     """
-    folder = RunFolder(Path(out))
+    folder = MetaFolder(Path(out))
     stored = folder.read_config()
     if stored is None:
         raise FileNotFoundError(f"{folder.path} holds no run: it has no {folder.config.name}.")
+    folder.check_kind()
     rows = records.read(folder.records)
     alive = is_alive(folder)
     found, damages = checkpoint.read_newest(folder.checkpoints)

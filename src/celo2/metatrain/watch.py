@@ -42,10 +42,16 @@ class Trouble(NamedTuple):
 
 
 class Streaks(NamedTuple):
-    """For how many iterations in a row the loss was at its limit, or no gradient was finite."""
+    """For how many iterations in a row something was wrong."""
 
-    stuck: int = 0
-    blind: int = 0
+    stuck: int = 0  # the loss was at its limit
+    blind: int = 0  # no entry of the gradient was finite
+    idle: int = 0  # neither, and the gradient was zero
+
+    @property
+    def bad(self) -> bool:
+        """Whether the rule may be spoilt; an idle one is as good as it was."""
+        return self.stuck > 0 or self.blind > 0
 
 
 def inspect(
@@ -59,7 +65,7 @@ def inspect(
     """What is wrong with the iterations that end with number `last`.
 
     `weights` is how many the rule has. A streak is told once, at a tenth of the patience, and is
-    fatal at its end; what cannot heal is fatal at once.
+    fatal at its end, but for an idle one; what cannot heal is fatal at once.
     """
     troubles: list[Trouble] = []
     first = last - len(metrics.loss) + 1
@@ -69,18 +75,23 @@ def inspect(
         if cause := _fatal_cause(limits, float(loss), float(metrics.weight_norm[i])):
             troubles.append(Trouble(iteration, cause, True))
             break
-        streaks = Streaks(
-            streaks.stuck + 1 if loss >= AT_LIMIT * highest_loss else 0,
-            streaks.blind + 1 if metrics.bad_entries[i] >= weights else 0,
-        )
-        for length, what in zip(streaks, STREAK_CAUSES, strict=True):
-            if length in (warn_at, limits.patience):
-                cause = f"{what} for {length} iteration{'s' * (length > 1)} in a row"
-                troubles.append(Trouble(iteration, cause, length >= limits.patience))
+        stuck, blind = loss >= AT_LIMIT * highest_loss, metrics.bad_entries[i] >= weights
+        idle = metrics.gradient_norm[i] == 0 and not stuck and not blind
+        now = (stuck, blind, idle)
+        streaks = Streaks(*(n + 1 if up else 0 for n, up in zip(streaks, now, strict=True)))
+        for name, length in streaks._asdict().items():
+            if length == warn_at or (length == limits.patience and name != "idle"):
+                cause = f"{STREAK_CAUSES[name]} for {length} iteration{'s' * (length > 1)} in a row"
+                fatal = length >= limits.patience and name != "idle"
+                troubles.append(Trouble(iteration, cause, fatal))
     return streaks, troubles
 
 
-STREAK_CAUSES = ("the meta-loss is at its limit", "no entry of the meta-gradient is finite")
+STREAK_CAUSES = {
+    "stuck": "the meta-loss is at its limit",
+    "blind": "no entry of the meta-gradient is finite",
+    "idle": "the meta-gradient is zero, so the rule learns nothing,",
+}
 
 
 def _fatal_cause(limits: Limits, loss: float, weight_norm: float) -> str | None:

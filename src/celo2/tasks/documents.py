@@ -1,20 +1,17 @@
 """The documents that token folders are made from: text files, JSON lines, FineWeb."""
 
-import gzip
 import json
-import lzma
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from celo2.tasks.archive import is_packed, opened
 from celo2.tasks.extra import import_extra
 from celo2.tasks.fetch import FetchError, check_online, is_offline
 
 HUB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 SUBSET = "sample-10BT"
 PIECE = 16_384  # characters of a text file taken together
-OPEN = {".xz": lzma.open, ".gz": gzip.open}
 
 
 class Document(NamedTuple):
@@ -57,21 +54,13 @@ def read_documents(
 
 
 def _read_file(path: Path, field: str) -> Iterator[Document]:
-    packed = path.suffix.lower() in OPEN
-    name = path.stem if packed else path.name
+    name = path.stem if is_packed(path) else path.name
     reads_lines = name.lower().endswith(".jsonl")
     try:
-        with _open(path) as file:
+        with opened(path, "rt", encoding="utf-8", newline="") as file:
             yield from _lines(path, file, field) if reads_lines else _pieces(file)
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}.") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{str(path)!r} is not a whole {path.suffix} file: {error}.") from error
-
-
-def _open(path: Path) -> TextIO:
-    opener: Any = OPEN.get(path.suffix.lower(), open)
-    return opener(path, "rt", encoding="utf-8", newline="")
 
 
 def _pieces(file: TextIO) -> Iterator[Document]:

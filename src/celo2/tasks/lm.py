@@ -18,6 +18,7 @@ from celo2.tasks.transformer import apply_blocks, check_heads, init_blocks
 
 VOCAB_STEP = 128  # a vocabulary is rounded up to a multiple of it
 GPT2_VOCAB = 50_304  # the 50,257 tokens of GPT-2, rounded up
+GATHERED = ("embed.table",)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def init(key: Array, config: LMConfig) -> dict:
 def logits(params: dict, config: LMConfig, tokens: Array) -> Array:
     """[B, T, vocab]: at each place, the next token's logits."""
     x = params["embed"]["table"][tokens]  # [B, T, D]
+    x = x.astype(params["lm_head"]["kernel"].dtype)
     x = apply_blocks(params["blocks"], x, config.head_width, causal=True, remat=config.remat)
     return rms_norm(x) @ params["lm_head"]["kernel"]
 
@@ -77,7 +79,7 @@ def language_model(corpus: Corpus, config: LMConfig, batch: int) -> Task:
         return windows(data[split], key, batch, config.length + 1)
 
     data = {"train": jnp.asarray(corpus.train), "valid": jnp.asarray(corpus.valid)}
-    return Task(partial(init, config=config), sample, partial(_loss, config), data)
+    return Task(partial(init, config=config), sample, partial(_loss, config), data, GATHERED)
 
 
 def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -> Task:
@@ -95,7 +97,11 @@ def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -
     config = dataclasses.replace(config, vocab=vocab)
     data = stream(folder, config.length, batch)
     return Task(
-        partial(init, config=config), lambda data, key, split: data, partial(_loss, config), data
+        partial(init, config=config),
+        lambda data, key, split: data,
+        partial(_loss, config),
+        data,
+        GATHERED,
     )
 
 

@@ -16,12 +16,16 @@ class Task(NamedTuple):
 
     `data` is an argument of `sample` and not hidden inside it: a compiled function that closes
     over an array carries a copy of it as a constant. Pass `task.data` through every `jit`.
+
+    Parameters that are `gathered` stay float32 in half precision, and `loss` casts what it read:
+    the gradient of a gather is a sum over a batch's tokens, which bfloat16 ends at 256.
     """
 
     init: Callable[[jax.Array], Any]  # key -> params
     sample: Callable[[Any, jax.Array, Split], Any]  # data, key, split -> batch
     loss: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]  # params, batch -> …
     data: Any = None  # arrays, or a Stream
+    gathered: tuple[str, ...] = ()  # paths of parameters that `loss` reads by index, "embed.table"
 
 
 class Trainer(NamedTuple):

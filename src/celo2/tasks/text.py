@@ -1,6 +1,5 @@
 """Text as bytes that a device holds: an embedded text, or given files."""
 
-import lzma
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from celo2.tasks.archive import opened
 from celo2.tasks.folder import ENVIRONMENT, checksum, data_folder
 
 EMBEDDED = "python-docs"
@@ -41,8 +41,8 @@ def load(
 
     Args:
         text: "python-docs" (the standard library's help topics, needs no file), tinyshakespeare
-            or wikipedia_en of the data folder, or one or more text files (.xz too), which are
-            joined and whose last tenth is for validation.
+            or wikipedia_en of the data folder, or one or more text files (.xz or .gz too), which
+            are joined and whose last tenth is for validation.
         data: the folder; by default CELO2_DATA, else the cache folder.
 
     >>> load("python-docs").vocab
@@ -102,13 +102,8 @@ def _from_folder(name: str, folder: Path) -> Corpus:
 
 
 def _read(path: Path) -> np.ndarray:
-    raw = path.read_bytes()
-    if path.suffix != ".xz":
-        return np.frombuffer(raw, np.uint8)
-    try:
-        return np.frombuffer(lzma.decompress(raw), np.uint8)
-    except lzma.LZMAError as error:
-        raise ValueError(f"{str(path)!r} is not a whole .xz file: {error}.") from error
+    with opened(path) as file:
+        return np.frombuffer(file.read(), np.uint8)
 
 
 def _cut(name: str, source: str, tokens: np.ndarray) -> Corpus:

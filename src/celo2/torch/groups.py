@@ -12,25 +12,49 @@ from celo2.explanation import Explanation, Line
 from celo2.layout import MatrixView
 from celo2.routing import Overrides, Route, check_overrides
 from celo2.rule import RuleConfig
-from celo2.torch.modules import Named, describe, route
+from celo2.torch.modules import Named, describe, find_head, route
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+
+def find_modules(params: Any) -> Any:
+    """What torch's constructor takes, with the parameters of modules in their place.
+
+    A model that is given alone, or the last of several groups, ends with the output.
+    """
+    if isinstance(params, nn.Module):
+        params = [{"params": params}]
+    if isinstance(params, (Tensor, dict)):
+        return params  # torch refuses them
+    groups = list(params)
+    for i, group in enumerate(groups):
+        module = group.get("params") if isinstance(group, dict) else None
+        if isinstance(module, nn.Module):
+            last = i == len(groups) - 1
+            head = find_head(module, alone=len(groups) == 1) if last else None
+            groups[i] = group | {"params": _list_module(module, head)}
+    return groups
+
+
+def _list_module(module: nn.Module, head: nn.Module | None = None) -> list[Named]:
+    if not (described := describe(module, head)):
+        raise ValueError("Celo2 got an empty parameter list: the model has none.")
+    return described
 
 
 def list_params(params: Any) -> list[Named]:
     """The parameters of one group, with what a model or their names tell of them."""
     if isinstance(params, nn.Module):
-        if not (described := describe(params)):
-            raise ValueError("Celo2 got an empty parameter list: the model has none.")
-        return described
+        return _list_module(params)
     if isinstance(params, Tensor):
         params = [params]
     if isinstance(params, (set, frozenset)):
         raise TypeError("parameters in a set have no order that lasts: give celo2 a list.")
     found = []
     for param in params:
-        name, param = param[:2] if isinstance(param, tuple) else ("", param)
-        found.append(Named(name, param))
+        if not isinstance(param, Named):
+            param = Named(*param[:2]) if isinstance(param, tuple) else Named("", param)
+        found.append(param)
     if any(named.name for named in found) and not all(named.name for named in found):
         raise ValueError(
             "all optimizer params should be with/without names. Some param names are missing: "

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from celo2.constants import ADAM_MULTIPLIER
 from celo2.encoding import digest
@@ -22,6 +22,7 @@ from celo2.torch.groups import (
     check_patterns,
     check_settings,
     explain_groups,
+    find_modules,
     list_params,
     route_group,
     unpack_route,
@@ -53,10 +54,10 @@ class Celo2(torch.optim.Optimizer):
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
         overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
             matches counts.
-        published: follow the authors' code to the letter: the last two axes are the matrix,
-            non-finite gradients go in, tensors without gradients drift.
-        skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
-            finite, and count it in the state's `skipped`. Default: not `published`.
+        published: follow the authors' code to the letter: the last two axes of what JAX would
+            store are the matrix, non-finite gradients go in, tensors without gradients drift.
+        skip_nonfinite: leave a matrix alone for a step whose gradient is not finite, and count it
+            in `skipped`; for AdamW such elements are zeros. Default: not `published`.
         hold_unused: keep a matrix still until its first non-zero gradient. Default: as above.
         momentum_dtype: of the stored momenta; bfloat16 makes 16 bytes of state per parameter 10.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
@@ -124,8 +125,7 @@ class Celo2(torch.optim.Optimizer):
         }
         check_settings(defaults)
         check_patterns(self._overrides)
-        groups: Any = [{"params": params}] if isinstance(params, nn.Module) else params
-        super().__init__(groups, defaults)
+        super().__init__(find_modules(params), defaults)
         check_names(self._overrides, self.param_groups)
 
     def _keep(self, rule: Rule | str | Path) -> str:

@@ -190,23 +190,20 @@ def descend(
     moments.running_rms.copy_(running_rms.where(moving, moments.running_rms))
     update.mul_((scale * change.size).where(moving, 0.0))
     for param, own in zip(params, update if len(params) > 1 else [update], strict=True):
-        if change.keep is not None:
-            _scale(param, change.keep)
-        param.sub_(from_view(own, view, param.shape))
+        own = from_view(own, view, param.shape)
+        if change.keep is None:
+            param.sub_(own)
+        elif param.dtype.itemsize < 4:
+            # Rounded once: alone, a decay of less than half a unit in the last place is lost.
+            param.copy_(param.float().mul_(change.keep).sub_(own))
+        else:
+            param.mul_(change.keep).sub_(own)
 
 
 def _as_tensor(x: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(x, Tensor):
         return x
     return torch.full((), x, dtype=torch.float32, device=device)
-
-
-def _scale(param: Tensor, factor: float | Tensor) -> None:
-    if isinstance(factor, Tensor) and param.dtype != torch.float32:
-        # In half precision the factor would be rounded to 1.
-        param.copy_(param.float().mul_(factor))
-    else:
-        param.mul_(factor)
 
 
 def _fusing(options: Options, extent: Extent) -> tuple[Fuse, Fuse]:

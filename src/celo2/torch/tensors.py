@@ -1,6 +1,7 @@
 """Parameters as the rule sees them: matrix views in memory order, and parts of sharded ones."""
 
 import contextlib
+import math
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -32,7 +33,15 @@ def frame_of(param: Tensor, view: MatrixView) -> Frame:
             tuple({-1: -2, -2: -1}.get(a, a) for a in over) for over in (axes.rows, axes.cols)
         )
         axes = axes._replace(rows=rows, cols=cols)
+    if view.is_vector:
+        view = _single_row(view, shape)
     return Frame(view, axes, Extent(view.shape(shape), _shards_of(param, view)))
+
+
+def _single_row(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
+    """A vector's view with its axes of length 1 as the row, where a shard of one can be empty."""
+    rows = tuple(axis for axis in view.columns if shape[axis] == 1)
+    return view._replace(rows=rows, columns=tuple(a for a in view.columns if a not in rows))
 
 
 def local(x: Any) -> Tensor:
@@ -92,26 +101,27 @@ def _shards_of(param: Any, view: MatrixView) -> Shards | None:
             raise ValueError(
                 f"celo2 works on DTensors placed as Shard or Replicate, not {placement}."
             )
-        splits.append(
-            Split(_viewed_axis(placement.dim, view), getattr(placement, "split_factor", 0))
-        )
+        place = _viewed_axis(placement.dim, view, tuple(param.shape))
+        splits.append(Split(place, getattr(placement, "split_factor", 0)))
         parts[placement.dim] *= processes
     for folded in (view.rows, view.columns):
-        if len(folded) > 1 and param.shape[folded[0]] % parts[folded[0]]:
-            raise ValueError(
-                f"celo2 cannot fold axes {folded} of a tensor of shape {tuple(param.shape)} whose "
-                f"axis {folded[0]} is split unevenly over {parts[folded[0]]} processes; shard it "
-                "along another axis, or pad it."
-            )
+        for i, axis in enumerate(folded):
+            behind = math.prod(param.shape[a] for a in folded[i + 1 :])
+            if behind > 1 and param.shape[axis] % parts[axis]:
+                raise ValueError(
+                    f"celo2 cannot fold axes {folded} of a tensor of shape {tuple(param.shape)} "
+                    f"whose axis {axis} is split unevenly over {parts[axis]} processes; shard it "
+                    "along another axis, or pad it."
+                )
     return Shards(param.device_mesh, splits)
 
 
-def _viewed_axis(axis: int, view: MatrixView) -> int:
+def _viewed_axis(axis: int, view: MatrixView, shape: tuple[int, ...]) -> int:
     """Where a stored axis is in the view, counted from the end."""
     if axis in view.batch:
         return view.batch.index(axis) - len(view.batch) - 2
     for folded, place in ((view.rows, -2), (view.columns, -1)):
-        if folded and folded[0] == axis:
+        if axis in folded and all(shape[a] == 1 for a in folded[: folded.index(axis)]):
             return place
     raise ValueError(
         f"celo2 cannot follow a tensor sharded along axis {axis}, which is folded behind another "
