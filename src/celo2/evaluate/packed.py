@@ -2,7 +2,7 @@
 
 It can be kept with a project, reported and plotted as the sweep's folder can, and its runs need not
 be made again where the same recipe is swept. Of a run's train rows, which are most of a sweep and
-serve only to draw curves, it keeps twenty.
+serve only to draw curves, it keeps sixteen.
 """
 
 import json
@@ -16,7 +16,7 @@ from celo2.runs.records import Row
 from celo2.weights import write_whole
 
 KIND = "sweep"
-TRAIN_ROWS = 20  # kept of each run
+TRAIN_ROWS = 16  # kept of each run
 
 
 def is_packed(path: str | PathLike) -> bool:
