@@ -13,8 +13,8 @@ def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
     Args:
         sweep: the folder of the runs, or one packed file; only records are read.
         out: the file to write; by default report.html in the sweep's folder, or beside the file.
-        pack: write the records of the folder to this one file as well, thinned to sixteen train rows
-            of each run.
+        pack: write the records of the folder to this one file as well, with sixteen train rows of
+            each run.
     """
     look_here()
     if pack is not None:
