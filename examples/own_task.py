@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     options = parser.parse_args()
     config = MetaConfig(
-        RuleConfig(hidden=(4,)),
-        options.iterations,
+        rule=RuleConfig(hidden=(4,)),
+        iterations=options.iterations,
         problems=4,
         truncation=20,
         unroll=(20, 200),
