@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from celo2.commands.launch import ALONE, Launch, ending_together, start_mesh
-from celo2.commands.meta_train import DIVERGED, set_up_logging
+from celo2.commands.meta_train import DIVERGED, STOPPED, set_up_logging
 from celo2.commands.signals import stop_on_signal
 from celo2.commands.trackers import tracked
 from celo2.evaluate import RunConfig, describe
@@ -81,7 +81,7 @@ def run(
         *_, last = show(rows, config) if is_primary() else rows
     if last["kind"] != "end":
         say(f"stopped; continue with --resume --out {folder}")
-        return asked.status or 143  # a signal came to another process
+        return asked.status or STOPPED
     if is_primary():
         say(f"{summary(last)}; records in {folder}")
     return DIVERGED if last["diverged"] else 0
