@@ -133,7 +133,9 @@ def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
             style = {"color": COLOR[entry.label], "linewidth": 1.4}
             style["linestyle"] = DASHES.get(entry.label, "-")
             panel.plot(*zip(*shown, strict=True), label=NAMES[entry.label], **style)
-    panels[0].legend(fontsize=7, frameon=False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    where = "outside upper center"
+    figure.legend(handles, labels, loc=where, ncols=6, fontsize=9, frameon=False)
     FigureCanvasAgg(figure).print_figure(CURVES, dpi=150)
 
 
