@@ -19,6 +19,7 @@ def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
     assert [c.learning_rate for c in adamw] == [1e-3, 1e-2, 1e-1]
     assert {(c.optimizer, c.b1, c.clip) for c in plain} == {("sgd", 0.0, 1e30)}
     assert {(c.steps, c.batch, c.seed, c.evaluate_every) for c in recipe.runs} == {(6, 8, 0, 6)}
+    assert recipe.name == "tiny"
     assert recipe.texts == {"command": "celo2 sweep this", "expect": "little"}
     many = parse(
         {"seeds": [0, 1], "tasks": {"digits-mlp": {}, "text-tiny": {}}}

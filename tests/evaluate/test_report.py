@@ -1,3 +1,4 @@
+import io
 import math
 from html.parser import HTMLParser
 
@@ -188,6 +189,17 @@ def test_rates_that_diverged_are_marked(folder):
     marks = [line for line in axes.lines if line.get_marker() == "x"]
     crosses = [np.asarray(line.get_xdata()).tolist() for line in marks]
     assert [rates for rates in crosses if rates] == [[1e-2]]
+
+
+@pytest.mark.parametrize("length", [5, 12, 30])
+def test_legend_fits_into_its_figure(tmp_path, length):
+    labels = [f"{i}".ljust(length, "x") for i in range(5)]
+    runs = [(config_of("sgd", 2.15e-4, label=label), [3.0, 2.0, 1.0]) for label in labels]
+    write_sweep(tmp_path, [(c, rows_of(c, losses)) for c, losses in runs], [])
+    figure = plots.draw_curves(comparison.read_sweep(tmp_path), "digits-mlp")
+    plots.write_svg(figure, io.BytesIO())
+    place = figure.legends[0].get_window_extent()
+    assert place.x0 >= 0 and place.x1 <= figure.bbox.width
 
 
 def test_thinned_curve_keeps_the_mean():

@@ -26,6 +26,7 @@ FOCUS = 0.1  # of a run, whose high losses would press the rest of it flat
 LOG_RATIO = 10.0  # of the highest to the lowest score, from which their axis is logarithmic
 TICKS = ((10.0, (1.0, 2.0, 3.0, 5.0)), (300.0, (1.0, 2.0, 5.0)), (math.inf, (1.0,)))
 DPI = 150
+LEGEND_WIDTH = 72  # letters in a row of a legend; a line or mark takes four
 
 Draw = Callable[[Sweep, str], Figure]
 
@@ -200,8 +201,9 @@ def _plain(axis: Axis, values: Sequence[float]) -> None:
 def _finish(figure: Figure, axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    if labels := axes.get_legend_handles_labels()[1]:
+        columns = max(1, min(3, LEGEND_WIDTH // (max(map(len, labels)) + 4)))
+        figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     else:
         axes.text(0.5, 0.5, "nothing recorded", ha="center", transform=axes.transAxes)
 

@@ -108,8 +108,8 @@ def parse(content: Mapping[str, Any], name: str) -> Recipe:
     for key in ("tasks", "optimizers"):
         if not isinstance(content.get(key), Mapping) or not content[key]:
             raise ValueError(f"there is no table [{key}.NAME]: a recipe needs one or more.")
-        for name, table in content[key].items():
-            _check_table(f"{key}.{name}", table)
+        for entry, table in content[key].items():
+            _check_table(f"{key}.{entry}", table)
     _check_table("run", content.get("run", {}))
     seeds = _seeds(content, "seeds") or (0,)
     runs = []
