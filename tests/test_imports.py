@@ -146,7 +146,7 @@ def test_file_keeps_to_the_floor_plan(path):
         ("jax", "from .. import load"),
         ("torch", "def f():\n    import jax.numpy as jnp"),
         ("tasks", "from celo2 import Rule"),
-        ("evaluate", "def f():\n    import celo2.metatrain.pes"),
+        ("evaluate", "def f():\n    import celo2.metatrain.estimators"),
         ("metatrain", "from celo2.cli import main"),
         ("cli", "from celo2.evaluate import run"),
         ("cli", "import tyro"),

@@ -11,6 +11,7 @@ from celo2.rule import (
     CELO2,
     CELO2_BASE,
     FEATURES,
+    STARTS,
     Rule,
     RuleConfig,
     Start,
@@ -124,7 +125,7 @@ def test_initial_weights_follow_the_generator():
 
 @pytest.mark.parametrize("hidden", [(8, 8), (2,), (4, 3, 5)])
 @pytest.mark.parametrize("start", get_args(Start)[1:])
-def test_start_makes_a_feature_the_direction(start, hidden):
+def test_start_makes_a_mix_of_features_the_direction(start, hidden):
     config = dataclasses.replace(CELO2, hidden=hidden)
     rng = np.random.default_rng(0)
     drawn = initial_weights(config, rng, start)
@@ -134,7 +135,12 @@ def test_start_makes_a_feature_the_direction(start, hidden):
         x = np.maximum(x @ drawn[f"w{layer}"] + drawn[f"b{layer}"], 0)
         assert (x[:, 2:] > 0).any() or hidden[layer] == 2  # the other units can learn
     x = x @ drawn[f"w{len(hidden)}"]
-    np.testing.assert_allclose(x[:, 0], features[:, feature_rows(config)[start].start], rtol=1e-5)
+    expected = sum(
+        c * features[:, feature_rows(config)[name].start + i]
+        for name, coefficients in STARTS[start].items()
+        for i, c in enumerate(coefficients)
+    )
+    np.testing.assert_allclose(x[:, 0], expected, rtol=1e-4, atol=1e-6)
     assert not x[:, 1:].any()
 
 
@@ -142,3 +148,26 @@ def test_start_needs_two_units_in_every_layer():
     config = dataclasses.replace(CELO2, hidden=(8, 1))
     with pytest.raises(ValueError, match=r"hidden=\(8, 1\) must be 2 or wider"):
         initial_weights(config, np.random.default_rng(0), "momentum")
+
+
+def test_start_may_be_a_mix_of_one_s_own():
+    drawn = initial_weights(CELO2, np.random.default_rng(0), {"momentum": [0.7, 0.3]})
+    rows = feature_rows(CELO2)["momentum"]
+    assert drawn["w0"][rows, 0].tolist() == pytest.approx([0.7, 0.3, 0.0])
+    assert np.count_nonzero(drawn["w0"][:, 0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [
+        ("muon", "start='muon' is not one of random, momentum, "),
+        ({"speed": [1.0]}, "'speed' is not a feature; there are gradient, "),
+        ({"rms": [1.0, 2.0]}, "rms has 1 columns under this config, but the mix has 2"),
+        ({"rms": [0.0]}, "finite coefficients, not all zero"),
+        ({"rms": [math.nan]}, "finite coefficients, not all zero"),
+        ({}, "finite coefficients, not all zero"),
+    ],
+)
+def test_wrong_start_is_named(mix, message):
+    with pytest.raises(ValueError, match=message):
+        initial_weights(CELO2, np.random.default_rng(0), mix)

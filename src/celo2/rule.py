@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,7 +11,17 @@ import numpy as np
 Form = Literal["d", "d_exp_m", "d_exp_m_avg"]
 Norm = Literal["raw", "norm", "norm_clip", "rolling_norm", "rolling_norm_clip"]
 Vectors = Literal["adam", "rule"]
-Start = Literal["random", "momentum", "momentum_over_rms", "factored_momentum"]
+Start = Literal[
+    "random",
+    "momentum",
+    "momentum_over_rms",
+    "factored_momentum",
+    "nesterov",
+    "nesterov_over_rms",
+    "nesterov_over_factored",
+    "nesterov_over_both",
+]
+Mix = Mapping[str, Sequence[float]]  # feature -> a coefficient for each of its columns
 
 
 class Feature(NamedTuple):
@@ -159,12 +169,46 @@ def check_shapes(config: RuleConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
             )
 
 
+# Nesterov's momentum of decay 0.95 as a mix of gradient and momenta 0.9, 0.99 and 0.999, each
+# divided by its RMS: least squares of its kernel under white noise.
+_NESTEROV_GRADIENT, _NESTEROV_MOMENTA = 0.2237, (0.6629, 0.3934, -0.1471)
+
+
+def _nesterov(gradient: str, momentum: str, columns: int = 1, scale: float = 1.0) -> Mix:
+    """The mix on these features; a gradient with several columns is used at its middle one."""
+    middle = [scale * _NESTEROV_GRADIENT if i == columns // 2 else 0.0 for i in range(columns)]
+    return {gradient: middle, momentum: [scale * c for c in _NESTEROV_MOMENTA]}
+
+
+def _nesterov_over_factored(scale: float = 1.0) -> Mix:
+    return _nesterov("factored_gradient", "factored_momentum", 3, scale)
+
+
+# Directions that are known to be good. Coefficients are of features divided by their RMS; a list
+# shorter than a feature's columns leaves the rest at zero.
+STARTS: dict[str, Mix] = {
+    "momentum": {"momentum": [1.0]},
+    "momentum_over_rms": {"momentum_over_rms": [1.0]},
+    "factored_momentum": {"factored_momentum": [1.0]},
+    "nesterov": _nesterov("gradient", "momentum"),
+    "nesterov_over_rms": _nesterov("gradient_over_rms", "momentum_over_rms"),
+    "nesterov_over_factored": _nesterov_over_factored(),
+    "nesterov_over_both": {
+        **_nesterov("gradient_over_rms", "momentum_over_rms", scale=0.5),
+        **_nesterov_over_factored(0.5),
+    },
+}
+
+
 def initial_weights(
-    config: RuleConfig, rng: np.random.Generator, start: Start = "random"
+    config: RuleConfig, rng: np.random.Generator, start: str | Mix = "random"
 ) -> dict[str, np.ndarray]:
     """Fresh MLP weights: normal cut at two standard deviations of 1/√fan_in, zero biases.
 
-    Unless `start` is random, the direction they give is that feature at its first decay.
+    Unless `start` is random, the direction they give is a linear mix of features: one of `STARTS`,
+    or a coefficient for each column of the features it names.
+
+    >>> weights = initial_weights(CELO2, np.random.default_rng(0), {"momentum": [0.7, 0.3]})
     """
     weights = {
         name: _truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
@@ -172,22 +216,44 @@ def initial_weights(
         else np.zeros(shape, np.float32)
         for name, shape in weight_shapes(config).items()
     }
-    if start != "random":
-        _carry(config, weights, feature_rows(config)[start].start)
+    if start == "random":
+        return weights
+    if isinstance(start, str) and start not in STARTS:
+        raise ValueError(f"start={start!r} is not one of random, {', '.join(STARTS)}.")
+    _carry(config, weights, mix_column(config, STARTS[start] if isinstance(start, str) else start))
     return weights
 
 
-def _carry(config: RuleConfig, weights: dict[str, np.ndarray], row: int) -> None:
-    """Makes a feature the MLP's direction: two units of each layer hold its positive part and
-    its negative part, the others are there to learn and count for nothing yet.
+def mix_column(config: RuleConfig, mix: Mix) -> np.ndarray:
+    """A mix as one column of the first layer: a coefficient for every feature column."""
+    column = np.zeros(feature_count(config), np.float32)
+    for name, coefficients in mix.items():
+        rows = feature_rows(config).get(name)
+        if rows is None:
+            names = ", ".join(feature.name for feature in FEATURES)
+            raise ValueError(f"{name!r} is not a feature; there are {names}.")
+        if len(coefficients) > rows.stop - rows.start:
+            raise ValueError(
+                f"{name} has {rows.stop - rows.start} columns under this config, but the mix has "
+                f"{len(coefficients)} coefficients for it."
+            )
+        column[rows.start : rows.start + len(coefficients)] = coefficients
+    if not np.isfinite(column).all() or not column.any():
+        raise ValueError(f"the mix {dict(mix)!r} must have finite coefficients, not all zero.")
+    return column
+
+
+def _carry(config: RuleConfig, weights: dict[str, np.ndarray], column: np.ndarray) -> None:
+    """Makes a linear mix of features the MLP's direction: two units of each layer hold its
+    positive part and its negative part, the others are there to learn and count for nothing yet.
     """
     if min(config.hidden) < 2:
         raise ValueError(f"hidden={config.hidden} must be 2 or wider to carry a feature through.")
     last = len(config.hidden)
-    for layer in range(last):
+    weights["w0"][:, 0], weights["w0"][:, 1] = column, -column
+    for layer in range(1, last):
         weights[f"w{layer}"][:, :2] = 0.0
-        weights[f"w{layer}"][[row, row] if layer == 0 else [0, 1], [0, 1]] = 1.0
-    weights["w0"][row, 1] = -1.0
+        weights[f"w{layer}"][[0, 1], [0, 1]] = 1.0
     weights[f"w{last}"][:] = 0.0
     weights[f"w{last}"][:2, 0] = 1.0, -1.0
 

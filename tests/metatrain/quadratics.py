@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from celo2.metatrain.config import MetaConfig
-from celo2.metatrain.inner import Family
+from celo2.metatrain.families import EVERY_MATRIX, Family
 from celo2.rule import RuleConfig
 from rules import make_rule
 
@@ -28,7 +28,11 @@ def tiny_config(**changes) -> MetaConfig:
     return MetaConfig(**(fields | changes))
 
 
-def quadratic(noise: float = 0.0, names: tuple[str, ...] = ("quadratic",)) -> Family:
+def quadratic(
+    config: MetaConfig | None = None,
+    noise: float = 0.0,
+    names: tuple[str, ...] = ("quadratic",),
+) -> Family:
     """Half the mean squared distance of two matrices and a bias to a target.
 
     Without noise, every problem starts at the same place and all its batches are alike.
@@ -52,4 +56,5 @@ def quadratic(noise: float = 0.0, names: tuple[str, ...] = ("quadratic",)) -> Fa
         errors = [jnp.sum(jnp.square(leaf - target)) for leaf in leaves]
         return sum(errors) / (2 * sum(leaf.size for leaf in leaves))
 
-    return Family(names, init, sample, loss, jnp.linspace(0.1, 0.2, len(names)))
+    data = jnp.linspace(0.1, 0.2, len(names))
+    return Family(names, init, sample, loss, data, EVERY_MATRIX, config or tiny_config())

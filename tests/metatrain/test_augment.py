@@ -18,9 +18,8 @@ def scales_at(level: str, seed: int = 0, params=PARAMS):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_problem_starts_at_the_same_function_at_every_level(level):
-    family, key = quadratic(noise=0.5), jax.random.key(7)
-    config = tiny_config(augmentation=level)
-    start = jit(lambda key: inner.start(config, family, WEIGHTS, jnp.array(0), key))
+    family, key = quadratic(tiny_config(augmentation=level), noise=0.5), jax.random.key(7)
+    start = jit(lambda key: inner.start(family, WEIGHTS, jnp.array(0), key))
     problem, plain = start(key), family.init(jax.random.split(key, 3)[0])
     for twin in (0, 1):
         trained = jax.tree.map(lambda p, twin=twin: p[twin], problem.params)
@@ -31,14 +30,13 @@ def test_problem_starts_at_the_same_function_at_every_level(level):
 
 
 def test_unroll_sees_the_function_and_not_the_rescaled_parameters():
-    family = quadratic()
-    config = tiny_config(truncation=1, unroll=(1, 1), augmentation="parameter")
+    family = quadratic(tiny_config(truncation=1, unroll=(1, 1), augmentation="parameter"))
 
     @jit
     def first_losses(key):
-        problem = inner.start(config, family, WEIGHTS, jnp.array(0), key)
+        problem = inner.start(family, WEIGHTS, jnp.array(0), key)
         twins = jax.tree.map(lambda w: jnp.stack([w, w]), WEIGHTS)
-        return inner.unroll(config, family, family.data, twins, problem, key)[1]
+        return inner.unroll(family, family.data, twins, problem, key)[1]
 
     plain = family.loss(family.init(jax.random.key(0)), family.data[0])
     np.testing.assert_allclose(first_losses(jax.random.key(7)), [plain, plain], rtol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
-from celo2.metatrain import inner, outer, pes
+from celo2.metatrain import estimators, inner, outer
 from rules import jit
 
 PAIRS = 4096
@@ -27,43 +27,49 @@ def flat(tree) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def about_to_end(state: pes.PESState) -> pes.PESState:
+def gradient_of(found: estimators.Estimate):
+    return jax.tree.map(lambda a, b: a + b, *found.halves)
+
+
+def about_to_end(state: estimators.EstimatorState) -> estimators.EstimatorState:
     """All problems at their ends, so that the next estimate starts them anew."""
     return state._replace(problems=state.problems._replace(step=state.problems.length + 0))
 
 
 @functools.cache
-def compiled(estimator: str, unroll: tuple[int, int] = (8, 8)):
+def compiled(estimator: str, unroll: tuple[int, int] = (8, 8), **changes):
     """The config and a compiled estimate of many pairs: state, key -> state, what was found.
 
     Without noise the problem is the same for every pair, and its gradient is known.
     """
-    config, family = tiny_config(rule=SMOOTH, estimator=estimator, unroll=unroll), quadratic()
+    config = tiny_config(rule=SMOOTH, estimator=estimator, unroll=unroll, **changes)
+    family = quadratic(config)
     numbers = jnp.arange(PAIRS)
     estimate = jit(
-        lambda state, key: pes.estimate(config, family, family.data, WEIGHTS, state, numbers, key)
+        lambda state, key: estimators.estimate(family, family.data, WEIGHTS, state, numbers, key)
     )
     return config, estimate
 
 
 @functools.cache
-def initial_state() -> pes.PESState:
-    config, family = tiny_config(rule=SMOOTH), quadratic()
-    return jit(lambda: pes.init_state(config, family, WEIGHTS, jnp.arange(PAIRS), KEY))()
+def initial_state() -> estimators.EstimatorState:
+    family = quadratic(tiny_config(rule=SMOOTH))
+    return jit(lambda: estimators.init_state(family, WEIGHTS, jnp.arange(PAIRS), KEY))()
 
 
 @functools.cache
 def true_gradients() -> tuple[np.ndarray, np.ndarray]:
     """Of the mean loss over the whole unroll; and the same with each truncation's start held."""
-    config, family = tiny_config(rule=SMOOTH), quadratic()
+    config = tiny_config(rule=SMOOTH)
+    family = quadratic(config)
 
     def mean_loss(weights, held: float):
         def truncation(problem, _):
             start = jax.tree.map(lambda x: _hold(x, held), problem)
-            moved, losses = inner.unroll(config, family, family.data, twice(weights), start, KEY)
+            moved, losses = inner.unroll(family, family.data, twice(weights), start, KEY)
             return moved, losses[0]
 
-        problem = inner.start(config, family, WEIGHTS, jnp.array(0), KEY)
+        problem = inner.start(family, WEIGHTS, jnp.array(0), KEY)
         truncations = config.unroll[0] // config.truncation
         return jnp.mean(jax.lax.scan(truncation, problem, length=truncations)[1])
 
@@ -86,7 +92,7 @@ def mean_estimate(estimator: str) -> np.ndarray:
     total = 0.0
     for i in range(iterations):
         state, found = estimate(state, jax.random.fold_in(KEY, i))
-        total = total + flat(found.gradient)
+        total = total + flat(gradient_of(found))
     return total / (PAIRS * iterations)
 
 
@@ -127,12 +133,12 @@ def test_truncated_es_starts_both_twins_where_the_first_one_is():
         estimate(state._replace(problems=state.problems._replace(params=params)), KEY)[1]
         for params in (kept, far)
     ]
-    np.testing.assert_array_equal(*(flat(each.gradient) for each in found))
+    np.testing.assert_array_equal(*(flat(gradient_of(each)) for each in found))
     np.testing.assert_array_equal(*(each.losses for each in found))
 
 
 def test_perturbation_has_the_configured_deviation():
-    draw = jit(jax.vmap(lambda key: pes.perturb(tiny_config(sigma=0.3), WEIGHTS, key)))
+    draw = jit(jax.vmap(lambda key: estimators.perturb(tiny_config(sigma=0.3), WEIGHTS, key)))
     noise = flat(draw(jax.random.split(KEY, 200)))
     assert noise.std() == pytest.approx(0.3, rel=0.03)
     assert noise.mean() == pytest.approx(0, abs=0.01)
@@ -140,14 +146,14 @@ def test_perturbation_has_the_configured_deviation():
 
 def noise_of(config, number: int) -> np.ndarray:
     keys = jax.random.split(jax.random.fold_in(KEY, number), 3)
-    return flat(pes.perturb(config, WEIGHTS, keys[1]))
+    return flat(estimators.perturb(config, WEIGHTS, keys[1]))
 
 
-def with_sums(state: pes.PESState, ended: int) -> pes.PESState:
+def with_sums(state: estimators.EstimatorState, ended: int) -> estimators.EstimatorState:
     """Problem `ended` at its end and all others at their start, with sums of ones."""
     steps = jnp.where(jnp.arange(len(state.problems.step)) == ended, state.problems.length, 0)
     ones = jax.tree.map(jnp.ones_like, state.perturbation)
-    return pes.PESState(state.problems._replace(step=steps), ones)
+    return estimators.EstimatorState(state.problems._replace(step=steps), ones)
 
 
 @pytest.mark.parametrize(("estimator", "carried"), [("pes", 1.0), ("truncated_es", 0.0)])
@@ -164,9 +170,9 @@ def test_full_es_equals_pes_where_one_truncation_is_the_whole_unroll():
     start = about_to_end(initial_state())
     _, first = compiled("pes")[1](start, KEY)
     _, whole = compiled("full_es", unroll=(2, 2))[1](start, KEY)
-    scale = np.abs(flat(first.gradient)).max()
+    scale = np.abs(flat(gradient_of(first))).max()
     np.testing.assert_allclose(
-        flat(whole.gradient), flat(first.gradient), rtol=1e-3, atol=1e-3 * scale
+        flat(gradient_of(whole)), flat(gradient_of(first)), rtol=1e-3, atol=1e-3 * scale
     )
     np.testing.assert_allclose(whole.losses, first.losses, rtol=1e-6)
 
@@ -180,28 +186,26 @@ def test_problems_begin_evenly_spread_over_their_unrolls():
 @pytest.fixture(scope="module")
 def noisy():
     """Two tasks of two problems each, with random data: config, family, state and estimate."""
-    config, family = (
-        tiny_config(rule=SMOOTH, problems=2),
-        quadratic(noise=1.0, names=("one", "two")),
-    )
-    program = outer.build(config, family, outer.make_mesh())
+    config = tiny_config(rule=SMOOTH, problems=2)
+    family = quadratic(config, noise=1.0, names=("one", "two"))
+    program = outer.build(config, [family], outer.make_mesh())
     state = program.init(WEIGHTS)
     # A copy, since the program uses up what it is given.
-    problems = jax.tree.map(jnp.copy, state.pes)
+    problems = jax.tree.map(jnp.copy, state.problems[0])
     key = jax.random.fold_in(jax.random.key(config.seed), 1)
     numbers = jnp.arange(4)
     found = jit(
-        lambda problems, key: pes.estimate(
-            config, family, family.data, WEIGHTS, problems, numbers, key
+        lambda problems, key: estimators.estimate(
+            family, family.data, WEIGHTS, problems, numbers, key
         )
     )(about_to_end(problems), key)[1]
-    state = state._replace(pes=about_to_end(state.pes))
+    state = state._replace(problems=(about_to_end(state.problems[0]),))
     return config, family, key, found, program.run(state, 1)[1]
 
 
 def test_meta_gradient_is_the_mean_over_all_problems(noisy):
     *_, found, metrics = noisy
-    expected = np.linalg.norm(flat(found.gradient)) / 4
+    expected = np.linalg.norm(flat(gradient_of(found))) / 4
     np.testing.assert_allclose(metrics.gradient_norm, [expected], rtol=0.01)
     by_task = [np.mean(found.losses[i::2]) for i in (0, 1)]
     np.testing.assert_allclose(metrics.family_loss, [by_task], rtol=1e-4)
@@ -214,13 +218,13 @@ def test_pairs_share_starts_and_data_and_differ_in_the_sign_of_their_own_noise(n
     @jit
     def pair(number):
         start_key, noise_key, data_key = jax.random.split(jax.random.fold_in(key, number), 3)
-        noise = pes.perturb(config, WEIGHTS, noise_key)
-        problem = inner.start(config, family, WEIGHTS, number % 2, start_key)
+        noise = estimators.perturb(config, WEIGHTS, noise_key)
+        problem = inner.start(family, WEIGHTS, number % 2, start_key)
 
         def loss(sign: float):
             weights = jax.tree.map(lambda w, e: w + sign * e, WEIGHTS, noise)
             twins = twice(weights)
-            return inner.unroll(config, family, family.data, twins, problem, data_key)[1][0]
+            return inner.unroll(family, family.data, twins, problem, data_key)[1][0]
 
         losses = jax.lax.map(loss, jnp.array([1.0, -1.0]))
         slope = (losses[0] - losses[1]) / (2 * config.sigma**2)
@@ -230,6 +234,41 @@ def test_pairs_share_starts_and_data_and_differ_in_the_sign_of_their_own_noise(n
     np.testing.assert_allclose(found.losses, [loss for loss, _ in each], rtol=1e-5)
     expected = sum(flat(gradient) for _, gradient in each)
     np.testing.assert_allclose(
-        flat(found.gradient), expected, rtol=0.01, atol=0.01 * np.abs(expected).max()
+        flat(gradient_of(found)), expected, rtol=0.01, atol=0.01 * np.abs(expected).max()
     )
     assert len({float(loss) for loss, _ in each}) == 4
+
+
+def test_nres_is_unbiased():
+    whole, _ = true_gradients()
+    found = mean_estimate("nres")
+    assert share(found, whole) == pytest.approx(1, abs=0.1)
+    assert np.linalg.norm(found - whole) < 0.3 * np.linalg.norm(whole)
+
+
+def test_nres_keeps_its_perturbation_until_the_unroll_ends():
+    config, estimate = compiled("nres")
+    state, _ = estimate(with_sums(initial_state(), ended=1), KEY)
+    for number, expected in ((0, 1.0), (1, noise_of(config, 1)), (2, 1.0)):
+        kept = flat(jax.tree.map(lambda x, n=number: x[n], state.perturbation))
+        np.testing.assert_allclose(kept, np.broadcast_to(expected, kept.shape), atol=1e-6)
+
+
+def test_late_weights_average_to_one_and_grow_with_the_step():
+    config = tiny_config(late_weight=2.0, truncation=2)
+    problem = inner.start(quadratic(config), WEIGHTS, jnp.array(0), KEY)
+    steps = range(0, 200, 2)
+    weights = [
+        float(estimators.late_weight(config, problem._replace(step=t, length=200))) for t in steps
+    ]
+    assert np.mean(weights) == pytest.approx(1, abs=0.01)
+    assert weights[-1] == pytest.approx(3 * 0.995**2, rel=1e-5) and weights[0] < 0.01
+
+
+def test_meta_gradient_weighs_late_losses_more():
+    _, plain = compiled("nres")
+    _, late = compiled("nres", late_weight=1.0)
+    start = about_to_end(initial_state())
+    middle = 2 * (0 + 1) / 8  # (p + 1) · (middle of the first truncation) / length
+    ratio = flat(gradient_of(late(start, KEY)[1])) / flat(gradient_of(plain(start, KEY)[1]))
+    np.testing.assert_allclose(ratio, middle, rtol=1e-3)

@@ -33,16 +33,18 @@ def mlp_problem():
 def mlp_updates():
     """Celo2's first update of an MLP 6–5–4."""
     config = tiny_config(adam_multiplier=MetaConfig().adam_multiplier)
-    return first_updates(inner.inner_optimizer(config, WEIGHTS, lambda count: RATE), *mlp_problem())
+    return first_updates(
+        inner.inner_optimizer(quadratic(config), WEIGHTS, lambda count: RATE), *mlp_problem()
+    )
 
 
-def advance(config, family):
+def advance(family):
     """Compiled: index and key of a problem's start, key of its batches -> start, moved, losses."""
 
     @jit
     def run(index, start_key, key):
-        problem = inner.start(config, family, WEIGHTS, index, start_key)
-        return problem, *inner.unroll(config, family, family.data, TWINS, problem, key)
+        problem = inner.start(family, WEIGHTS, index, start_key)
+        return problem, *inner.unroll(family, family.data, TWINS, problem, key)
 
     return run
 
@@ -82,18 +84,18 @@ def test_hidden_and_head_kernels_are_updated_by_the_rule(mlp_updates):
 
 
 def test_base_rule_updates_biases_too():
-    config = tiny_config(rule=BASE)
-    tx = inner.inner_optimizer(config, make_rule(BASE).weights, lambda count: RATE)
+    family = quadratic(tiny_config(rule=BASE))
+    tx = inner.inner_optimizer(family, make_rule(BASE).weights, lambda count: RATE)
     for update in jax.tree.leaves(first_updates(tx, *mlp_problem())):
         assert rms(update) == pytest.approx(RATE, rel=1e-3)
 
 
 def test_losses_above_the_limit_and_not_finite_count_as_it_and_negative_ones_as_they_are():
     values = jnp.array([math.nan, math.inf, -math.inf, 0.8, 0.5, -1.0])
-    family = quadratic(names=tuple("abcdef"))._replace(
+    family = quadratic(tiny_config(loss_limit=0.7), names=tuple("abcdef"))._replace(
         data=values, loss=lambda params, value: value + 0.0 * jnp.sum(params["head"]["bias"])
     )
-    run = advance(tiny_config(loss_limit=0.7), family)
+    run = advance(family)
     key = jax.random.key(0)
     losses = [run(jnp.array(i), key, key)[2] for i in range(6)]
     expected = np.repeat([0.7, 0.7, 0.7, 0.7, 0.5, -1.0], 2).reshape(6, 2)
@@ -101,11 +103,12 @@ def test_losses_above_the_limit_and_not_finite_count_as_it_and_negative_ones_as_
 
 
 def test_default_limit_is_one_and_a_half_times_the_loss_of_guessing():
-    assert tiny_config().highest_loss == pytest.approx(1.5 * math.log(10))
+    assert quadratic().highest_loss == pytest.approx(1.5 * math.log(10))
+    assert quadratic()._replace(classes=64).highest_loss == pytest.approx(1.5 * math.log(64))
 
 
 def test_twins_start_alike_and_see_the_same_batches():
-    run, zero = advance(tiny_config(), quadratic(noise=1.0)), jnp.array(0)
+    run, zero = advance(quadratic(noise=1.0)), jnp.array(0)
     start, moved, losses = run(zero, jax.random.key(0), jax.random.key(1))
     assert losses[0] == losses[1]
     for before, after in zip(*map(jax.tree.leaves, (start.params, moved.params)), strict=True):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from quadratics import WEIGHTS, quadratic, tiny_config
 
-from celo2.metatrain import inner, pes
+from celo2.metatrain import estimators, inner
 from celo2.metatrain.config import MetaConfig
 from rules import jit
 
@@ -14,16 +14,16 @@ RATES = (1e-3, 1e-1)
 
 def step_sizes(config, steps: int, seed: int = 5):
     """A problem, and the RMS of the steps its hidden kernel takes, in units of the task."""
-    family = quadratic()
+    family = quadratic(config)
 
     @jit
     def run(key):
         def advance(problem, key):
-            moved, _ = inner.unroll(config, family, family.data, TWINS, problem, key)
+            moved, _ = inner.unroll(family, family.data, TWINS, problem, key)
             step = moved.params["hidden"]["kernel"] - problem.params["hidden"]["kernel"]
             return moved, jnp.sqrt(jnp.mean(jnp.square(step[0])))
 
-        problem = inner.start(config, family, WEIGHTS, jnp.array(0), key)
+        problem = inner.start(family, WEIGHTS, jnp.array(0), key)
         _, sizes = jax.lax.scan(advance, problem, jax.random.split(key, steps))
         return problem, sizes * problem.scales["hidden"]["kernel"]
 
@@ -69,12 +69,12 @@ def test_full_es_decays_over_the_length_all_problems_share():
     config = tiny_config(
         estimator="full_es", problems=3, unroll=(2, 40), inner_decay="cosine", inner_rates=RATES
     )
-    family, numbers = quadratic(), jnp.arange(3)
+    family, numbers = quadratic(config), jnp.arange(3)
 
     @jit
     def run(key):
-        state = pes.init_state(config, family, WEIGHTS, numbers, key)
-        return pes.estimate(config, family, family.data, WEIGHTS, state, numbers, key)
+        state = estimators.init_state(family, WEIGHTS, numbers, key)
+        return estimators.estimate(family, family.data, WEIGHTS, state, numbers, key)
 
     state, found = run(jax.random.key(2))
     assert len(set(found.steps.tolist())) == 1

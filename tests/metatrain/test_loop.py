@@ -11,7 +11,7 @@ from celo2.metatrain import (
     metatrain,
     opening,
 )
-from celo2.metatrain.family import load_family
+from celo2.metatrain.families import load_families
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.loop import next_stop
 from celo2.rule import CELO2, Rule, initial_weights
@@ -61,7 +61,7 @@ def test_rule_is_exported_with_its_origin(whole_run):
     np.testing.assert_array_equal(rule.weights["w0"], newest(out).arrays["weights.w0"])
     assert rule.origin["iterations"] == 12 and rule.origin["seed"] == 0
     assert rule.origin["config"]["rule"]["hidden"] == [4]
-    assert rule.origin["data"] == load_family(TINY).checksums
+    assert rule.origin["data"] == load_families(TINY).checksums
     assert rule.origin["version"] == celo2.__version__
     assert rule.origin["hours"] >= 0
 
@@ -138,8 +138,8 @@ def test_resume_with_another_config_names_every_difference(whole_run):
 
 
 def test_resume_with_other_data_is_refused(whole_run, monkeypatch):
-    family, _ = load_family(TINY)
-    monkeypatch.setattr(opening, "load_family", lambda *_: (family, {"digits": "0" * 64}))
+    families, _ = load_families(TINY)
+    monkeypatch.setattr(opening, "load_families", lambda *_: (families, {"digits": "0" * 64}))
     with pytest.raises(RunRefused, match="data digits has SHA-256 000000000000, had"):
         run(whole_run[0], resume=True)
 
@@ -154,7 +154,7 @@ def test_a_run_can_be_made_longer_under_a_constant_rate(tmp_path):
 def test_a_run_with_cosine_decay_keeps_its_length(tmp_path):
     out = MetaFolder(tmp_path)
     config = tiny(decay="cosine")
-    out.write_config({"config": to_fields(config), "data": load_family(TINY).checksums})
+    out.write_config({"config": to_fields(config), "data": load_families(TINY).checksums})
     with pytest.raises(RunRefused, match="iterations is 13, was 12"):
         run(tmp_path, tiny(decay="cosine", iterations=13), resume=True)
 

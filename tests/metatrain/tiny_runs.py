@@ -34,13 +34,14 @@ def _program(config, names, mesh):
 _families = {}
 
 
-def shared_build(config, family, mesh):
+def shared_build(config, families, mesh):
     """`outer.build`, with what it made before."""
     # Under a constant rate `iterations` is no part of the program.
     if config.decay == "constant":
         config = dataclasses.replace(config, iterations=1)
-    _families.setdefault(family.names, family)
-    return _program(config, family.names, mesh)
+    names = tuple(family.names for family in families)
+    _families.setdefault(names, families)
+    return _program(config, names, mesh)
 
 
 @pytest.fixture

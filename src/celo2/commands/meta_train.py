@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from celo2.commands.launch import Launch, ending_together, start_devices
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, metatrain
 from celo2.metatrain.config import from_fields, read_toml
-from celo2.metatrain.family import count_problems
+from celo2.metatrain.families import count_problems
 from celo2.rule import Rule
 from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
@@ -102,6 +103,7 @@ def parse(arguments: list[str]) -> Options:
     first.add_argument("--config")
     first.add_argument("--out")
     first.add_argument("--resume", action="store_true")
+    first.add_argument("--families", nargs="+")
     known, _ = first.parse_known_args(arguments)
     base = PRESETS.get(known.preset or "celo2", PRESETS["celo2"])
     if known.config:
@@ -109,8 +111,17 @@ def parse(arguments: list[str]) -> Options:
     elif known.resume and known.out and not known.preset:
         stored = RunFolder(Path(known.out)).read_config()
         base = from_fields(stored["config"]) if stored else base
+    if known.families:
+        base = from_fields({"families": known.families}, base)
+        arguments = _without(arguments, "--families", len(known.families))
     default = Options(out=tyro.MISSING, meta=base)
     return tyro.cli(Options, prog="celo2 meta-train", args=arguments, default=default)
+
+
+def _without(arguments: list[str], option: str, values: int) -> list[str]:
+    """The arguments without an option and its values, which tyro does not know."""
+    place = arguments.index(option)
+    return arguments[:place] + arguments[place + 1 + values :]
 
 
 def set_up_logging() -> None:
@@ -126,7 +137,7 @@ def default_devices(options: Options) -> int:
     """As many CPU devices as cores can share the problems."""
     if options.launch.several:
         return 1
-    return largest_divisor(count_problems(options.meta, options.data), cores())
+    return largest_divisor(math.gcd(*count_problems(options.meta, options.data)), cores())
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -1,5 +1,6 @@
 """Everything that decides a meta-training run."""
 
+import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
@@ -7,12 +8,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start
+from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, mix_column
 from celo2.runs.fields import replace_fields
 
-Estimator = Literal["pes", "truncated_es", "full_es"]
+Estimator = Literal["pes", "nres", "truncated_es", "full_es"]
 Augmentation = Literal["none", "global", "tensor", "parameter"]
 Decay = Literal["constant", "cosine"]
+InnerAdam = Literal["published", "adam", "nesterov"]
+Balance = Literal["none", "deviation"]
+
+# What a family leaves open is the run's.
+INHERITED = ("problems", "batch", "unroll", "inner_rates", "augmentation")
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    """A kind of inner problems; what is None is taken from the family's own table, else the run's.
+
+    Args:
+        name: one of `celo2.metatrain.families.FAMILIES`, or `module:function` that returns a Task.
+        problems: pairs per dataset of the family.
+        batch: examples per inner step.
+        unroll: shortest and longest unroll.
+        inner_rates: a range each problem draws its own rate from.
+        augmentation: at which level initial weights are rescaled.
+        weight: of its gradient among the families'.
+    """
+
+    name: str
+    problems: int | None = None
+    batch: int | None = None
+    unroll: tuple[int, int] | None = None
+    inner_rates: tuple[float, float] | None = None
+    augmentation: Augmentation | None = None
+    weight: float = 1.0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight={self.weight} of {self.name} must be a positive number.")
 
 
 @dataclass(frozen=True)
@@ -21,38 +54,53 @@ class MetaConfig:
 
     Args:
         rule: what the rule computes.
-        start: what its first weights give: noise, or a known direction (Muon's is momentum, Adam's
+        start: what its first weights give: noise, or a known direction (Muon's is nesterov, Adam's
             momentum_over_rms).
+        start_mix: in place of `start`, a mix of features: the name of each and its coefficients.
         iterations: outer iterations.
         seed: of everything random.
+        families: the kinds of inner problems; none are the paper's image MLPs.
         datasets: the image sets problems draw from; None takes the paper's four if they are at
             hand, else the embedded digits.
-        task: `module:function` that returns a Task of your own, in place of the images.
+        task: `module:function` that returns a Task of your own, in place of the families.
         problems: inner problems per dataset, each an antithetic pair.
-        batch: images per inner step.
+        batch: examples per inner step.
         estimator: of the meta-gradient.
         truncation: inner steps per outer iteration.
         unroll: shortest and longest unroll; lengths are log-uniform multiples of `truncation`.
+        late_weight: power p of the weight (p + 1) (t / T)^p that a loss t steps into an unroll of
+            T has in the meta-objective; 0 is the mean loss.
+        balance: how the families' gradients are brought to one scale: not at all, or divided by
+            the running deviation of the loss differences.
         sigma: standard deviation of the perturbations.
         inner_learning_rate: of the rule.
         inner_rates: in its place, a range each problem draws its own rate from, log-uniform;
             divided by the problem's scale, so that it stays in proportion to the weights.
+        inner_warmup: part of an unroll over which the rule's rate rises from zero.
         inner_decay: of the rule's rate over an unroll.
-        adam_multiplier: Adam's rate on vectors, as a multiple of the rule's.
+        inner_weight_decays: values each problem draws its weight decay from.
+        inner_adam: who updates what the rule does not: Adam as in the published trainer (no bias
+            correction), Adam, or Adam with Nesterov's momentum.
+        adam_multiplier: Adam's rate, as a multiple of the rule's.
         augmentation: at which level initial weights are rescaled.
         augmentation_range: of those scales, log-uniform.
         learning_rate: of the outer AdamW.
         decay: of that rate over `iterations`.
         warmup: iterations over which that rate rises from zero.
         weight_decay: of the outer AdamW.
+        clip: largest norm of the outer gradient; None does not clip it.
+        averaging: decay of a running average of the outer weights, which is then the rule that is
+            tried and saved; 0 takes the newest weights.
         loss_limit: inner losses above it, and those that are not finite, count as this; None is
-            1.5 ln 10.
+            1.5 times the log of the number of classes.
     """
 
     rule: RuleConfig = field(default_factory=lambda: CELO2)
     start: Start = "random"
+    start_mix: tuple[tuple[str, tuple[float, ...]], ...] = ()
     iterations: int = 100_000
     seed: int = 0
+    families: tuple[FamilyConfig, ...] = ()
     datasets: tuple[str, ...] | None = None
     task: str | None = None
     problems: int = 8
@@ -60,10 +108,15 @@ class MetaConfig:
     estimator: Estimator = "pes"
     truncation: int = 50
     unroll: tuple[int, int] = (100, 2000)
+    late_weight: float = 0.0
+    balance: Balance = "none"
     sigma: float = 0.01
     inner_learning_rate: float = 1e-3
     inner_rates: tuple[float, float] | None = None
+    inner_warmup: float = 0.0
     inner_decay: Decay = "constant"
+    inner_weight_decays: tuple[float, ...] = (0.0,)
+    inner_adam: InnerAdam = "published"
     adam_multiplier: float = 20.0
     augmentation: Augmentation = "global"
     augmentation_range: tuple[float, float] = (1e-3, 1e3)
@@ -71,6 +124,8 @@ class MetaConfig:
     decay: Decay = "constant"
     warmup: int = 0
     weight_decay: float = 1e-4
+    clip: float | None = None
+    averaging: float = 0.0
     loss_limit: float | None = None
 
     def __post_init__(self):
@@ -79,6 +134,8 @@ class MetaConfig:
             ("estimator", Estimator),
             ("augmentation", Augmentation),
             ("inner_decay", Decay),
+            ("inner_adam", InnerAdam),
+            ("balance", Balance),
             ("decay", Decay),
         ):
             if getattr(self, name) not in get_args(kind):
@@ -87,14 +144,20 @@ class MetaConfig:
         for name in ("iterations", "problems", "batch", "truncation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("sigma", "inner_learning_rate", "learning_rate"):
+        for name in ("sigma", "inner_learning_rate", "learning_rate", "clip"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number.")
-        for name in ("adam_multiplier", "weight_decay", "loss_limit"):
+        for name in ("adam_multiplier", "weight_decay", "loss_limit", "late_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be a number of at least 0.")
+        for name in ("averaging", "inner_warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        decays = self.inner_weight_decays
+        if not decays or not all(0 <= value < math.inf for value in decays):
+            raise ValueError(f"inner_weight_decays={decays} must hold numbers of at least 0.")
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup} must be at least 0.")
         if self.decay == "cosine" and self.warmup >= self.iterations:
@@ -117,10 +180,24 @@ class MetaConfig:
                 f"inner_rates={self.inner_rates} need one scale per problem: set augmentation to "
                 f"none or global, not {self.augmentation}."
             )
+        if self.start_mix:
+            if self.start != "random":
+                raise ValueError(f"start={self.start!r} and start_mix were given: give one.")
+            mix_column(self.rule, dict(self.start_mix))
+        names = [family.name for family in self.families]
+        if len(set(names)) < len(names):
+            raise ValueError(f"families={', '.join(names)}: a family may be named once.")
+        if self.families and self.task is not None:
+            raise ValueError(
+                f"task={self.task!r} and families were given: name the task among the families."
+            )
 
-    @property
-    def highest_loss(self) -> float:
-        return 1.5 * math.log(10) if self.loss_limit is None else self.loss_limit
+
+def of_family(config: MetaConfig, family: FamilyConfig) -> MetaConfig:
+    """The run's config with what the family has of its own."""
+    own = {name: getattr(family, name) for name in INHERITED}
+    changes = {name: value for name, value in own.items() if value is not None}
+    return dataclasses.replace(config, families=(), start_mix=(), start="random", **changes)
 
 
 PRESETS = {
@@ -132,14 +209,36 @@ PRESETS = {
 def from_fields(fields: Mapping[str, Any], base: MetaConfig | None = None) -> MetaConfig:
     """`base` (the paper's config) with these fields in place of its own, checked by type.
 
+    A mix may be a table, families a list of tables or names.
+
     >>> from_fields({"problems": 4, "rule": {"hidden": [4]}}).rule.hidden
     (4,)
+    >>> config = from_fields({"families": ["transformer", {"name": "vit", "problems": 2}]})
+    >>> config.families[1].problems
+    2
     """
+    fields = dict(fields)
+    if isinstance(mix := fields.get("start_mix"), Mapping):
+        fields["start_mix"] = list(mix.items())
+    if isinstance(families := fields.get("families"), (list, tuple)):
+        fields["families"] = [_family(family) for family in families]
     return replace_fields(base or MetaConfig(), fields)
 
 
+def _family(family: Any) -> FamilyConfig:
+    if isinstance(family, FamilyConfig):
+        return family
+    table = {"name": family} if isinstance(family, str) else family
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ValueError(f"families: {family!r} is neither a name nor a table with a name.")
+    return replace_fields(FamilyConfig(table["name"]), table, f"families.{table['name']}.")
+
+
 def read_toml(path: str | Path, base: MetaConfig | None = None) -> MetaConfig:
-    """`base` with the fields of a TOML file in place of its own; the rule's are under [rule]."""
+    """`base` with the fields of a TOML file in place of its own.
+
+    The rule's are under [rule], a mix under [start_mix], each family under [[families]].
+    """
     try:
         return from_fields(tomllib.loads(Path(path).read_text("utf-8")), base)
     except ValueError as error:

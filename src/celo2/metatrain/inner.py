@@ -1,7 +1,6 @@
 """The inner problems: models trained by a rule and by its mirror image, side by side."""
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,24 +11,10 @@ from jax import Array
 from celo2.jax import celo2
 from celo2.metatrain.augment import expand, sample_scales, shrink
 from celo2.metatrain.config import MetaConfig
+from celo2.metatrain.families import Family
 from celo2.rule import Rule
-from celo2.tasks import ImageSet, Task, mlp, sample_batch
-from celo2.tasks.images import bank
-from celo2.tasks.layers import cross_entropy
 
 ADAM_B1, ADAM_B2, ADAM_EPSILON = 0.9, 0.95, 1e-8
-EVERY_MATRIX: Mapping[str, str] = {"head.*kernel": "rule"}
-
-
-class Family(NamedTuple):
-    """The tasks problems are drawn from, told apart by an index."""
-
-    names: tuple[str, ...]
-    init: Callable[[Array], Any]  # key -> params
-    sample: Callable[[Any, Array, Array], Any]  # data, key, index -> batch
-    loss: Callable[[Any, Any], Array]  # params, batch -> scalar
-    data: Any
-    overrides: Mapping[str, str] | None = EVERY_MATRIX  # of who updates what
 
 
 class Problem(NamedTuple):
@@ -38,53 +23,30 @@ class Problem(NamedTuple):
     index: Array  # which task of the family
     params: Any
     scales: Any  # the augmentation
-    rate: Array  # the rule's learning rate, before any decay
+    rate: Array  # the rule's learning rate, before warm-up and decay
+    weight_decay: Array
     optimizer: Any
     step: Array
     length: Array
 
 
-def image_family(sets: tuple[ImageSet, ...], batch: int) -> Family:
-    """MLPs 64–32–10 on several image sets, one index each."""
-
-    def loss(params, xy) -> Array:
-        x, y = xy
-        return cross_entropy(mlp.logits(params, x), y)
-
-    return Family(
-        names=tuple(s.name for s in sets),
-        init=mlp.init,
-        sample=lambda data, key, index: sample_batch(data, key, index, batch),
-        loss=loss,
-        data=bank(sets),
-    )
-
-
-def task_family(task: Task, name: str) -> Family:
-    """A family of one task, whose tensors are updated by whom `celo2` would choose."""
-    return Family(
-        names=(name,),
-        init=task.init,
-        sample=lambda data, key, index: task.sample(data, key, "train"),
-        loss=lambda params, batch: task.loss(params, batch)[0],
-        data=task.data,
-        overrides=None,
-    )
-
-
 def inner_optimizer(
-    config: MetaConfig,
-    weights,
-    schedule: optax.Schedule,
-    overrides: Mapping[str, str] | None = EVERY_MATRIX,
+    family: Family, weights, schedule: optax.Schedule, weight_decay: Array | float = 0.0
 ) -> optax.GradientTransformation:
-    """What trains the inner problems: the optimizer users call, by default on every matrix."""
+    """What trains the inner problems: the optimizer users call."""
+    config = family.config
+    adam = {
+        "published": uncorrected_adam(),
+        "adam": optax.scale_by_adam(ADAM_B1, ADAM_B2, ADAM_EPSILON),
+        "nesterov": optax.scale_by_adam(ADAM_B1, ADAM_B2, ADAM_EPSILON, nesterov=True),
+    }
     return celo2(
         schedule,
         rule=Rule(config.rule, weights),
+        weight_decay=weight_decay,
         adam_learning_rate=lambda count: config.adam_multiplier * schedule(count),
-        adam=uncorrected_adam(),
-        overrides=overrides if config.rule.vectors == "adam" else None,
+        adam=adam[config.inner_adam],
+        overrides=family.overrides if config.rule.vectors == "adam" else None,
     )
 
 
@@ -106,18 +68,22 @@ def uncorrected_adam() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def start(config: MetaConfig, family: Family, weights, index: Array, key: Array) -> Problem:
+def start(family: Family, weights, index: Array, key: Array) -> Problem:
     """A fresh problem: new weights, a new scale and a new unroll length."""
+    config = family.config
     params_key, scales_key, length_key = jax.random.split(key, 3)
     params = family.init(params_key)
     bounds = config.augmentation_range
     scales = sample_scales(config.augmentation, bounds, scales_key, params)
-    rate = sample_rate(config, jax.random.fold_in(key, 3), jax.tree.leaves(scales)[0])
+    scale = jax.tree.leaves(scales)[0]
+    rate = sample_rate(config, jax.random.fold_in(key, 3), scale)
+    weight_decay = sample_weight_decay(config, jax.random.fold_in(key, 4), scale)
     params = jax.tree.map(lambda p: jnp.stack([p, p]), shrink(params, scales))
     length = sample_length(config, length_key)
-    tx = inner_optimizer(config, weights, inner_schedule(config, rate, length), family.overrides)
+    tx = inner_optimizer(family, weights, inner_schedule(config, rate, length))
+    optimizer = jax.vmap(tx.init)(params)
     step = jnp.zeros([], jnp.int32)
-    return Problem(index, params, scales, rate, jax.vmap(tx.init)(params), step, length)
+    return Problem(index, params, scales, rate, weight_decay, optimizer, step, length)
 
 
 def sample_rate(config: MetaConfig, key: Array, scale: Array) -> Array:
@@ -128,11 +94,30 @@ def sample_rate(config: MetaConfig, key: Array, scale: Array) -> Array:
     return jnp.exp(jax.random.uniform(key, minval=low, maxval=high)) / scale
 
 
+def sample_weight_decay(config: MetaConfig, key: Array, scale: Array) -> Array:
+    """The weight decay of a problem; its rate is divided by `scale`, so this is multiplied."""
+    values = jnp.asarray(config.inner_weight_decays, jnp.float32)
+    drawn = values[jax.random.randint(key, (), 0, len(values))]
+    return drawn * scale if config.inner_rates and scale.ndim == 0 else drawn
+
+
 def inner_schedule(config: MetaConfig, rate: Array, length: Array) -> optax.Schedule:
     """The rate at each step of an unroll of that length."""
-    if config.inner_decay == "constant":
-        return lambda count: rate
-    return lambda count: rate * 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(count / length, 1.0)))
+
+    def schedule(count: jax.typing.ArrayLike) -> Array:
+        now = rate
+        count = jnp.asarray(count)
+        part = jnp.minimum(count / length, 1.0)
+        if config.inner_decay == "cosine":
+            since = jnp.maximum(part - config.inner_warmup, 0.0) / (1 - config.inner_warmup)
+            now = now * 0.5 * (1 + jnp.cos(jnp.pi * since))
+        if config.inner_warmup:
+            # Half a step on, so that the first step is not without effect.
+            rise = (count + 0.5) / (config.inner_warmup * length)
+            now = now * jnp.minimum(rise, 1.0)
+        return now
+
+    return schedule
 
 
 def sample_length(config: MetaConfig, key: Array) -> Array:
@@ -143,14 +128,12 @@ def sample_length(config: MetaConfig, key: Array) -> Array:
     return truncations.astype(jnp.int32) * config.truncation
 
 
-def unroll(
-    config: MetaConfig, family: Family, data, weights, problem: Problem, key: Array
-) -> tuple[Problem, Array]:
+def unroll(family: Family, data, weights, problem: Problem, key: Array) -> tuple[Problem, Array]:
     """The problem `truncation` steps on, and the mean training loss of either twin.
 
     `weights` has a leading axis of two; the twins see the same batches.
     """
-
+    config = family.config
     schedule = inner_schedule(config, problem.rate, problem.length)
 
     def twin_step(weights, params, optimizer, batch):
@@ -158,10 +141,10 @@ def unroll(
             return family.loss(expand(params, problem.scales), batch)
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        tx = inner_optimizer(config, weights, schedule, family.overrides)
+        tx = inner_optimizer(family, weights, schedule, problem.weight_decay)
         updates, optimizer = tx.update(grads, optimizer, params)
-        loss = jnp.where(jnp.isfinite(loss), loss, config.highest_loss)
-        loss = jnp.minimum(loss, config.highest_loss)
+        loss = jnp.where(jnp.isfinite(loss), loss, family.highest_loss)
+        loss = jnp.minimum(loss, family.highest_loss)
         return optax.apply_updates(params, updates), optimizer, loss
 
     def step(carry, key):

@@ -10,7 +10,6 @@ from typing import Any
 from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.opening import open_run
-from celo2.metatrain.outer import CHUNK
 from celo2.metatrain.run import Run, advance, close_run, held_out, record, save_run
 from celo2.metatrain.watch import Diverged, Limits, Streaks, inspect
 from celo2.rule import Rule
@@ -19,6 +18,7 @@ from celo2.runs.processes import in_primary, some_process
 from celo2.runs.records import Row
 from celo2.tasks import Task
 
+CHUNK = 10  # most iterations between two rows
 SAVE_SECONDS = 300.0
 SAVE_SECONDS_BEFORE_TRY = 60.0  # a try takes a minute, in which a run may be killed
 
@@ -77,7 +77,6 @@ def metatrain(
             if run.iteration >= run.config.iterations:
                 yield {"kind": "end", "iteration": run.iteration, "reason": "finished"}
                 return
-            run.state, _ = run.program.run(run.state, 0)  # compiles
             yield from _iterate(
                 run, limits, periods, checkpoint_every, try_rule, try_every, stop, deadline
             )
@@ -107,7 +106,7 @@ def _iterate(
     while run.iteration < total:
         row, metrics = advance(run, coming - run.iteration)
         streaks, troubles = inspect(
-            streaks, limits, run.config.highest_loss, run.weight_count, run.iteration, metrics
+            streaks, limits, run.highest_loss, run.weight_count, run.iteration, metrics
         )
         # Before the row is given away: whoever leaves the loop there should not save a bad rule.
         run.sound = not (streaks.bad or any(trouble.fatal for trouble in troubles))
@@ -133,7 +132,7 @@ def _iterate(
 
 
 def next_stop(iteration: int, total: int, periods: list[int]) -> int:
-    """Where the next compiled call ends: at the end, or a multiple of a period or of CHUNK."""
+    """Where the next row ends: at the end, or at a multiple of a period or of CHUNK."""
     return min(total, *((iteration // period + 1) * period for period in (CHUNK, *periods)))
 
 

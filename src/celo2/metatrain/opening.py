@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from celo2 import weights as files
 from celo2.encoding import digest
 from celo2.metatrain.config import MetaConfig, from_fields
-from celo2.metatrain.family import load_family
+from celo2.metatrain.families import load_families
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import build, make_mesh
 from celo2.metatrain.run import Run, identity
@@ -35,8 +35,8 @@ def open_run(
 ) -> Run:
     """A new run, or the one in the folder from its newest checkpoint on."""
     config = from_fields(to_fields(config))  # so that 1 and 1.0 are the same
-    family, checksums = load_family(config, data, task)
-    program = build(config, family, make_mesh())
+    families, checksums = load_families(config, data, task)
+    program = build(config, families, make_mesh())
     continues = resume and bool(checkpoint.list_iterations(folder.checkpoints))
     rule = None if init_from is None or continues else matching_rule(config, init_from)
     in_primary(lambda: _check(folder, config, checksums, resume))
@@ -51,7 +51,10 @@ def open_run(
     return Run(
         folder=folder,
         config=config,
-        names=family.names,
+        names=tuple(name for family in families for name in family.names),
+        families=tuple(family.names[0].split("/")[0] for family in families),
+        highest_loss=sum(f.problems * f.highest_loss for f in families)
+        / sum(f.problems for f in families),
         checksums=checksums,
         program=program,
         manager=checkpoint.open_manager(folder.checkpoints),
@@ -124,8 +127,9 @@ def check_same(
 
 def matching_rule(config: MetaConfig, init_from: Rule | str | PathLike) -> Rule:
     """The rule to start from, if it computes what the config says."""
-    if config.start != "random":
-        raise ValueError(f"start={config.start!r} and init_from were given: give one.")
+    if config.start != "random" or config.start_mix:
+        start = dict(config.start_mix) or config.start
+        raise ValueError(f"start={start!r} and init_from were given: give one.")
     rule = files.as_rule(init_from)
     if rule.config != config.rule:
         theirs = from_fields({"rule": to_fields(MetaConfig(rule=rule.config))["rule"]}, config)

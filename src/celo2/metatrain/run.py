@@ -33,7 +33,9 @@ class Run:
 
     folder: MetaFolder
     config: MetaConfig
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the tasks
+    families: tuple[str, ...]
+    highest_loss: float  # at which the meta-loss is stuck
     checksums: dict[str, str]
     program: Program
     manager: ocp.CheckpointManager
@@ -90,6 +92,7 @@ def advance(run: Run, iterations: int) -> tuple[Row, MetaMetrics]:
         "loss": _short(metrics.loss.mean()),
         "family_loss": {name: _short(loss) for name, loss in zip(run.names, losses, strict=True)},
         "gradient_norm": _short(metrics.gradient_norm.mean()),
+        "agreement": _short(metrics.agreement.mean()),
         "update_norm": _short(metrics.update_norm.mean()),
         "weight_norm": _short(metrics.weight_norm[-1]),
         "bad_entries": int(metrics.bad_entries.sum()),
@@ -97,6 +100,9 @@ def advance(run: Run, iterations: int) -> tuple[Row, MetaMetrics]:
         "inner_steps_per_second": _short(metrics.inner_steps.sum() / seconds),
         "elapsed": round(run.elapsed, 2),
     }
+    if len(run.families) > 1:
+        shares = metrics.seconds.sum(axis=0) / metrics.seconds.sum()
+        row["time"] = {name: _short(s) for name, s in zip(run.families, shares, strict=True)}
     return row, metrics
 
 
@@ -240,7 +246,7 @@ def _export(run: Run, path) -> None:
 
 
 def _host_weights(run: Run) -> dict[str, np.ndarray]:
-    return {name: np.asarray(w) for name, w in run.state.weights.items()}
+    return {name: np.asarray(w) for name, w in run.state.average.items()}
 
 
 def _short(number: Any) -> float:

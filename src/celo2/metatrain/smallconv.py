@@ -1,5 +1,7 @@
 """A small convolution net whose gradient is fast inside a compiled loop, also on a CPU."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,10 +19,10 @@ def digits_convnet(batch: int = 64) -> Task:
     return classification(images.load("digits"), init, logits, batch)
 
 
-def init(key: Array) -> dict:
-    """Kernels (3, 3, in, out) and biases, `conv_i` and `head`."""
-    head_key, *keys = jax.random.split(key, 1 + len(WIDTHS))
-    shapes = zip((1, *WIDTHS), WIDTHS, strict=False)
+def init(key: Array, widths: Sequence[int] = WIDTHS) -> dict:
+    """Kernels (3, 3, in, out) and biases, `conv_i` and `head`, for 2×2 last pixels."""
+    head_key, *keys = jax.random.split(key, 1 + len(widths))
+    shapes = zip((1, *widths), widths, strict=False)
     layers = {
         f"conv_{i}": {
             "kernel": truncated_normal(k, (3, 3, *shape), 2**0.5),
@@ -28,12 +30,12 @@ def init(key: Array) -> dict:
         }
         for i, (k, shape) in enumerate(zip(keys, shapes, strict=True))
     }
-    return layers | {"head": init_dense(head_key, 2 * 2 * WIDTHS[-1], images.CLASSES)}
+    return layers | {"head": init_dense(head_key, 2 * 2 * widths[-1], images.CLASSES)}
 
 
-def logits(params: dict, x: Array) -> Array:
+def logits(params: dict, x: Array, strides: Sequence[int] = STRIDES) -> Array:
     """[B, classes] from images [B, 8, 8, 1]."""
-    for i, stride in enumerate(STRIDES):
+    for i, stride in enumerate(strides):
         layer = params[f"conv_{i}"]
         x = convolve(layer["kernel"], x, stride)
         x = jax.nn.relu(x + along_last_axis(layer["bias"], x))

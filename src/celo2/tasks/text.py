@@ -69,6 +69,19 @@ def blank(vocab: int, length: int) -> Corpus:
     return Corpus("blank", "nowhere", tokens, tokens, vocab)
 
 
+def reduce_vocabulary(corpus: Corpus, vocab: int) -> Corpus:
+    """The corpus with its most frequent tokens numbered 0, 1, …, and one number for all others.
+
+    >>> small = reduce_vocabulary(load("python-docs"), 64)
+    >>> small.vocab, int(small.train.max())
+    (64, 63)
+    """
+    counts = np.bincount(corpus.train, minlength=corpus.vocab)
+    table = np.full(corpus.vocab, vocab - 1, corpus.train.dtype)
+    table[np.argsort(-counts, kind="stable")[: vocab - 1]] = np.arange(vocab - 1)
+    return corpus._replace(train=table[corpus.train], valid=table[corpus.valid], vocab=vocab)
+
+
 def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
     """int32 [batch, length]: runs of tokens from random places of a device array."""
     if len(tokens) < length:

@@ -1,0 +1,160 @@
+"""Meta-gradients from antithetic pairs: PES, NRES, truncated ES and full ES."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from celo2.metatrain.config import MetaConfig
+from celo2.metatrain.families import Family
+from celo2.metatrain.inner import Problem, sample_length, start, unroll
+
+NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
+
+
+class EstimatorState(NamedTuple):
+    """All problems of a family, each with the perturbation ξ that its losses are credited to."""
+
+    problems: Problem
+    perturbation: dict[str, Array]
+
+
+class Estimate(NamedTuple):
+    """What one outer iteration learned; the gradients are sums over this state's problems."""
+
+    halves: tuple[dict[str, Array], dict[str, Array]]  # over problems of even and of odd number
+    squares: Array  # the sum of the squared loss differences
+    losses: Array  # the mean loss of each problem's pair
+    steps: Array  # by which each problem advanced
+
+
+def init_state(family: Family, weights, numbers: Array, key: Array) -> EstimatorState:
+    """Problems with these numbers, at random places of their unrolls."""
+
+    def one(number: Array) -> EstimatorState:
+        start_key, offset_key = jax.random.split(jax.random.fold_in(key, number))
+        problem = start(family, weights, number % len(family.names), start_key)
+        truncation = family.config.truncation
+        offset = jax.random.randint(offset_key, (), 0, problem.length // truncation) * truncation
+        return EstimatorState(problem._replace(step=offset), jax.tree.map(jnp.zeros_like, weights))
+
+    return jax.vmap(one)(numbers)
+
+
+def estimate(
+    family: Family, data, weights, state: EstimatorState, numbers: Array, key: Array
+) -> tuple[EstimatorState, Estimate]:
+    """One outer iteration's problems advanced, and the meta-gradient summed over them.
+
+    A problem's random numbers depend on `key` and its number alone, not on which device has it.
+    """
+    config = family.config
+    whole = config.estimator == "full_es"
+    if whole:
+        length = sample_length(config, jax.random.fold_in(key, NO_PROBLEM))
+
+    def one(state: EstimatorState, number: Array):
+        keys = jax.random.split(jax.random.fold_in(key, number), 3)
+        fresh = start(family, weights, state.problems.index, keys[0])
+        done = state.problems.step >= state.problems.length
+        if whole:
+            done = jnp.ones_like(done)
+        problem = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, state.problems)
+        if config.estimator == "truncated_es":
+            problem = with_equal_twins(problem)
+        noise, credited = PERTURBATIONS[config.estimator](
+            perturb(config, weights, keys[1]), state.perturbation, done
+        )
+        twins = jax.tree.map(lambda w, e: jnp.stack([w + e, w - e]), weights, noise)
+        if whole:
+            problem = problem._replace(length=length)
+            moved, losses, difference = _unroll_whole(family, data, twins, problem, keys[2])
+        else:
+            moved, losses = unroll(family, data, twins, problem, keys[2])
+            difference = late_weight(config, problem) * (losses[0] - losses[1])
+        slope = difference / (2 * config.sigma**2)
+        gradient = jax.tree.map(lambda e: slope * e, credited)
+        steps = moved.step - problem.step
+        return EstimatorState(moved, credited), gradient, difference, jnp.mean(losses), steps
+
+    state, gradient, difference, losses, steps = jax.vmap(one)(state, numbers)
+    odd = (numbers // len(family.names)) % 2 == 1
+    halves = [
+        jax.tree.map(lambda g, half=half: jnp.einsum("n,n...->...", half, g), gradient)
+        for half in (1.0 - odd, 1.0 * odd)
+    ]
+    squares = jnp.sum(jnp.square(difference))
+    return state, Estimate((halves[0], halves[1]), squares, losses, steps)
+
+
+def late_weight(config: MetaConfig, problem: Problem) -> Array:
+    """The weight of a truncation that starts where `problem` is: on average 1 over an unroll."""
+    middle = (problem.step + 0.5 * config.truncation) / problem.length
+    return (config.late_weight + 1) * middle**config.late_weight
+
+
+def _sum_of_all(new, old, done: Array):
+    """PES: a fresh perturbation for each truncation; losses are credited to all of the unroll."""
+    total = jax.tree.map(lambda n, o: n + jnp.where(done, 0.0, o), new, old)
+    return new, total
+
+
+def _one_per_unroll(new, old, done: Array):
+    """NRES: an unroll keeps its first perturbation."""
+    kept = jax.tree.map(lambda n, o: jnp.where(done, n, o), new, old)
+    return kept, kept
+
+
+def _newest(new, old, done: Array):
+    return new, new
+
+
+# Each takes a fresh perturbation, the one before and whether a new unroll starts; it gives the
+# perturbation of the weights and the one that losses are credited to.
+PERTURBATIONS = {
+    "pes": _sum_of_all,
+    "nres": _one_per_unroll,
+    "truncated_es": _newest,
+    "full_es": _newest,
+}
+
+
+def with_equal_twins(problem: Problem) -> Problem:
+    """The problem with both twins where the first one is.
+
+    Truncated ES knows a truncation's perturbation only: what earlier ones did to the difference of
+    the twins would be noise to it.
+    """
+    params, optimizer = jax.tree.map(
+        lambda x: jnp.stack([x[0], x[0]]), (problem.params, problem.optimizer)
+    )
+    return problem._replace(params=params, optimizer=optimizer)
+
+
+def perturb(config: MetaConfig, weights, key: Array):
+    """Independent normal noise for every weight."""
+    leaves, treedef = jax.tree.flatten(weights)
+    keys = jax.random.split(key, len(leaves))
+    noise = [
+        config.sigma * jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)
+    ]
+    return treedef.unflatten(noise)
+
+
+def _unroll_whole(family: Family, data, twins, problem: Problem, key: Array):
+    """An unroll from start to end with one perturbation, truncation by truncation.
+
+    Gives the problem, the twins' mean losses and their weighted difference.
+    """
+
+    def more(i, carry):
+        problem, total, difference = carry
+        weight = late_weight(family.config, problem)
+        problem, losses = unroll(family, data, twins, problem, jax.random.fold_in(key, i))
+        return problem, total + losses, difference + weight * (losses[0] - losses[1])
+
+    truncations = problem.length // family.config.truncation
+    carry = (problem, jnp.zeros(2), jnp.zeros(()))
+    problem, total, difference = lax.fori_loop(0, truncations, more, carry)
+    return problem, total / truncations, difference / truncations

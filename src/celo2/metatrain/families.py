@@ -1,0 +1,221 @@
+"""The kinds of inner problems: from a config to tasks, and the checksums of their data."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from celo2.metatrain import smallconv
+from celo2.metatrain.config import FamilyConfig, MetaConfig, of_family
+from celo2.runs.address import import_function
+from celo2.runs.digest import digest_arrays, name_arrays
+from celo2.tasks import ImageSet, Task, images, language_model, lm, mlp, sample_batch, text, vit
+from celo2.tasks.images import CLASSES, bank
+from celo2.tasks.layers import cross_entropy
+
+EVERY_MATRIX: Mapping[str, str] = {"head.*kernel": "rule"}
+
+
+class Family(NamedTuple):
+    """The tasks problems are drawn from, distinguished by an index."""
+
+    names: tuple[str, ...]
+    init: Callable[[Array], Any]  # key -> params
+    sample: Callable[[Any, Array, Array], Any]  # data, key, index -> batch
+    loss: Callable[[Any, Any], Array]  # params, batch -> scalar
+    data: Any
+    overrides: Mapping[str, str] | None = None  # of who updates what
+    config: MetaConfig = MetaConfig()  # the run's, with what the family has of its own
+    weight: float = 1.0  # of its gradient among the families'
+    classes: int = CLASSES
+
+    @property
+    def highest_loss(self) -> float:
+        """What inner losses are clipped to: 1.5 times a uniform guess, unless the config says."""
+        limit = self.config.loss_limit
+        return 1.5 * math.log(self.classes) if limit is None else limit
+
+    @property
+    def problems(self) -> int:
+        return self.config.problems * len(self.names)
+
+
+class Source(NamedTuple):
+    """Families of tasks and the SHA-256 of each one's data."""
+
+    families: tuple[Family, ...]
+    checksums: dict[str, str]
+
+
+def load_families(
+    config: MetaConfig, data: str | PathLike | None = None, task: Task | None = None
+) -> Source:
+    """The config's families, its task, a task given as such, or the paper's image MLPs.
+
+    A task is known by its data: its functions are no part of the checksum.
+    """
+    if task is not None:
+        if config.task is not None or config.families:
+            raise ValueError("the config names what to train on, and a task was given: give one.")
+        made = [_from_task(task, "task", config)]
+    elif config.task is not None:
+        made = [_from_task(import_task(config.task), config.task, config)]
+    elif not config.families:
+        made = [_image_mlp(config, data)]
+    else:
+        made = [_load(config, family, data) for family in config.families]
+    if config.datasets is not None and not any(uses_images for *_, uses_images in made):
+        raise ValueError(f"datasets={config.datasets}, but no family trains on images.")
+    return Source(
+        tuple(family for family, *_ in made),
+        {name: value for _, checksums, _ in made for name, value in checksums.items()},
+    )
+
+
+def count_problems(config: MetaConfig, data: str | PathLike | None = None) -> list[int]:
+    """How many problems each family has, without touching a device."""
+    sets = len(images.select(config.datasets, data)) if config.task is None else 1
+    if not config.families:
+        return [config.problems * sets]
+    counts = []
+    for family in config.families:
+        known = FAMILIES.get(family.name)
+        own = of_family(config, _with_defaults(family))
+        counts.append(own.problems * (sets if known and known.on_images else 1))
+    return counts
+
+
+def import_task(address: str) -> Task:
+    """What the function at `module:function` returns, which must be a Task."""
+    task = import_function(address, "task", "own_task:make")()
+    if not isinstance(task, Task):
+        raise ValueError(f"task={address!r} returned a {type(task).__name__}, not a Task.")
+    return task
+
+
+class Known(NamedTuple):
+    """A family of the table: how it is made, and the settings that suit it."""
+
+    make: Callable[[MetaConfig, Any], tuple[Family, dict[str, str], bool]]
+    defaults: dict[str, Any]
+    on_images: bool
+
+
+def _load(config: MetaConfig, family: FamilyConfig, data) -> tuple[Family, dict[str, str], bool]:
+    own = of_family(config, _with_defaults(family))
+    if family.name in FAMILIES:
+        made, checksums, on_images = FAMILIES[family.name].make(own, data)
+    elif ":" in family.name:
+        made, checksums, on_images = _from_task(import_task(family.name), family.name, own)
+    else:
+        raise ValueError(
+            f"{family.name!r} is not a family; there are {', '.join(FAMILIES)}, and "
+            "module:function for a task of your own."
+        )
+    names = tuple(f"{family.name}/{name}" for name in made.names)
+    return made._replace(names=names, weight=family.weight), checksums, on_images
+
+
+def _with_defaults(family: FamilyConfig) -> FamilyConfig:
+    """The family with its table's settings where it has none of its own."""
+    known = FAMILIES.get(family.name)
+    if known is None:
+        return family
+    own = {name: value for name, value in vars(family).items() if value is not None}
+    return FamilyConfig(**(known.defaults | own))
+
+
+def _from_task(task: Task, name: str, config: MetaConfig) -> tuple[Family, dict[str, str], bool]:
+    """A family of one task, whose tensors are updated by whom `celo2` would choose."""
+    arrays = name_arrays(jax.tree.map(np.asarray, task.data))
+    family = Family(
+        names=(name,),
+        init=task.init,
+        sample=lambda data, key, index: task.sample(data, key, "train"),
+        loss=lambda params, batch: task.loss(params, batch)[0],
+        data=task.data,
+        config=config,
+    )
+    return family, {name: digest_arrays(arrays)}, False
+
+
+def image_family(
+    sets: Sequence[ImageSet],
+    config: MetaConfig,
+    init: Callable[[Array], dict] = mlp.init,
+    logits: Callable[[dict, Array], Array] = mlp.logits,
+    overrides: Mapping[str, str] | None = EVERY_MATRIX,
+) -> Family:
+    """A classifier on several image sets, one index each: the paper's MLPs 64–32–10 by default."""
+
+    def loss(params, xy) -> Array:
+        x, y = xy
+        return cross_entropy(logits(params, x), y)
+
+    return Family(
+        names=tuple(s.name for s in sets),
+        init=init,
+        sample=lambda data, key, index: sample_batch(data, key, index, config.batch),
+        loss=loss,
+        data=bank(sets),
+        overrides=overrides,
+        config=config,
+    )
+
+
+def _on_images(config: MetaConfig, data, **options) -> tuple[Family, dict[str, str], bool]:
+    sets = images.select(config.datasets, data)
+    checksums = {s.name: s.checksum() for s in sets}
+    return image_family(sets, config, **options), checksums, True
+
+
+_image_mlp = _on_images
+
+DEEP = (64, 48, 24, 24, CLASSES)
+VIT = vit.ViTConfig(patch=2, width=16, layers=1, head_width=8)
+CONV = (8, 16)
+LM = lm.LMConfig(width=16, layers=1, head_width=8, length=16, vocab=64)
+
+
+def _deep_mlp(config: MetaConfig, data):
+    return _on_images(config, data, init=partial(mlp.init, sizes=DEEP), overrides=None)
+
+
+def _vit(config: MetaConfig, data):
+    def logits(params, x):
+        return vit.logits(params, VIT, x.reshape(-1, 8, 8, 1))
+
+    return _on_images(
+        config, data, init=partial(vit.init, config=VIT), logits=logits, overrides=None
+    )
+
+
+def _convnet(config: MetaConfig, data):
+    def logits(params, x):
+        return smallconv.logits(params, x.reshape(-1, 8, 8, 1), strides=(2, 2))
+
+    init = partial(smallconv.init, widths=CONV)
+    return _on_images(config, data, init=init, logits=logits, overrides=None)
+
+
+def _transformer(config: MetaConfig, data) -> tuple[Family, dict[str, str], bool]:
+    """On the embedded text: other texts are for measuring rules."""
+    corpus = text.reduce_vocabulary(text.load(text.EMBEDDED, data), LM.vocab)
+    task = language_model(corpus, LM, config.batch)
+    family, checksums, on_images = _from_task(task, text.EMBEDDED, config)
+    return family._replace(classes=LM.vocab), checksums, on_images
+
+
+# Rates around the best of 300 steps with warm-up and cosine decay.
+FAMILIES: dict[str, Known] = {
+    "image-mlp": Known(_image_mlp, {"inner_rates": (4e-3, 2.5e-2)}, True),
+    "deep-mlp": Known(_deep_mlp, {"inner_rates": (2.5e-3, 1.6e-2)}, True),
+    "vit": Known(_vit, {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
+    "convnet": Known(_convnet, {"batch": 32, "inner_rates": (2.5e-3, 1.6e-2)}, True),
+    "transformer": Known(_transformer, {"batch": 16, "inner_rates": (4e-3, 2e-2)}, False),
+}

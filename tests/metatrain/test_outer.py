@@ -1,0 +1,68 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quadratics import RULE, WEIGHTS, quadratic, tiny_config
+
+from celo2.metatrain import outer
+
+SMOOTH = dataclasses.replace(RULE, orthogonalize=False)
+
+
+def first_step(scales=(1.0,), weights=(1.0,), steps=1, **changes):
+    """Families that differ in the scale of their loss: the state after some iterations, metrics."""
+    config = tiny_config(rule=SMOOTH, problems=8, **changes)
+    families = []
+    for scale, weight in zip(scales, weights, strict=True):
+        family = quadratic(config, noise=0.5)
+        loss = family.loss
+        families.append(
+            family._replace(
+                loss=lambda p, b, s=scale, loss=loss: s * loss(p, b), weight=weight, classes=10**9
+            )
+        )
+    program = outer.build(config, families, outer.make_mesh())
+    return program.run(program.init(WEIGHTS), steps)
+
+
+def test_every_family_has_its_loss_and_its_time():
+    _, metrics = first_step(scales=(1.0, 3.0), weights=(1.0, 1.0))
+    assert metrics.family_loss.shape == (1, 2)
+    assert metrics.family_loss[0, 1] > 2 * metrics.family_loss[0, 0]
+    np.testing.assert_allclose(metrics.loss, metrics.family_loss.mean(1), rtol=1e-5)
+    assert (metrics.seconds > 0).all()
+    assert metrics.inner_steps.tolist() == [2 * 2 * 8 * 2]
+
+
+def test_balance_brings_losses_of_any_scale_to_one():
+    norms = [first_step(scales=(s,), balance="deviation")[1].gradient_norm for s in (1.0, 50.0)]
+    np.testing.assert_allclose(*norms, rtol=0.1)  # small gradients meet absolute constants
+    plain = [first_step(scales=(s,))[1].gradient_norm for s in (1.0, 50.0)]
+    assert plain[1] > 20 * plain[0]
+
+
+def test_weight_scales_a_family_s_gradient():
+    norms = [first_step(weights=(w,))[1].gradient_norm for w in (1.0, 4.0)]
+    np.testing.assert_allclose(4 * norms[0], norms[1], rtol=1e-4)
+
+
+def test_clip_bounds_the_outer_gradient():
+    state, metrics = first_step(clip=1e-9, learning_rate=1.0)
+    assert metrics.gradient_norm > 1e-9  # as it was before
+    moments = [x for x in jax.tree.leaves(state.outer) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert max(float(jnp.abs(x).max()) for x in moments) <= 1e-10
+
+
+@pytest.mark.parametrize("averaging", [0.0, 0.9])
+def test_average_trails_the_weights_only_if_asked(averaging):
+    state, _ = first_step(averaging=averaging, learning_rate=0.1, steps=5)
+    same = np.array_equal(state.average["w0"], state.weights["w0"])
+    assert same == (averaging == 0.0)
+    assert not np.array_equal(state.average["w0"], WEIGHTS["w0"])
+
+
+def test_agreement_is_the_cosine_between_halves_of_the_problems():
+    _, metrics = first_step(steps=3)
+    assert (np.abs(metrics.agreement) <= 1).all() and metrics.agreement.any()
