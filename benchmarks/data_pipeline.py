@@ -16,11 +16,9 @@ import jax
 import numpy as np
 import optax
 
-from celo2.tasks import TASKS, supervised
-from celo2.tasks.pipeline import stream
-from celo2.tasks.stream import Part
+from celo2.tasks import TASKS, Part, supervised
 from celo2.tasks.tokenize import make_tokens
-from celo2.tasks.tokens import TokenFolder, read_folder
+from celo2.tasks.tokens import TokenFolder, read_token_folder, token_stream
 
 
 def make_folder(path: Path, count: int) -> TokenFolder:
@@ -28,7 +26,7 @@ def make_folder(path: Path, count: int) -> TokenFolder:
     letters[::80] = ord("\n")
     (path / "text.txt").write_bytes(letters.tobytes())
     make_tokens(path / "tokens", [path / "text.txt"], tokenizer="bytes")
-    return read_folder(path / "tokens")
+    return read_token_folder(path / "tokens")
 
 
 def speed(step: Callable[[], int], seconds: float) -> tuple[float, float]:
@@ -41,7 +39,7 @@ def speed(step: Callable[[], int], seconds: float) -> tuple[float, float]:
 
 
 def reader(folder: TokenFolder, length: int, batch: int) -> Callable[[], int]:
-    batches = stream(folder, length, batch).batches("train", 0, 0, Part())
+    batches = token_stream(folder, length, batch).batches("train", 0, 0, Part())
     return lambda: next(batches)[:, 1:].size
 
 

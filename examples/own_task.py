@@ -17,14 +17,14 @@ import optax
 from celo2 import RuleConfig
 from celo2.jax import celo2
 from celo2.metatrain import MetaConfig, metatrain
-from celo2.tasks import Task, images, supervised
+from celo2.tasks import Task, load_images, supervised
 
 PIXELS, CODE, BATCH = 64, 8, 32
 
 
 def make() -> Task:
     """Three pure functions and the data they draw from."""
-    digits = images.load("digits")
+    digits = load_images("digits")
     data = {"train": jnp.asarray(digits.train_x), "valid": jnp.asarray(digits.test_x)}
 
     def init(key):

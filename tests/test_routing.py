@@ -11,7 +11,7 @@ from celo2.jax.trees import leaf_paths, leaf_routes
 from celo2.layout import published_view
 from celo2.routing import path_names, route
 from celo2.rule import CELO2, CELO2_BASE
-from celo2.tasks import convnet, lm, vit
+from celo2.tasks import networks
 
 
 def routes(tree, config=CELO2, **options) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -209,20 +209,24 @@ def test_nnx_state_is_routed_as_expected():
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "adam"),
+    ("init", "config", "adam"),
     [
-        (lm, lm.CONFIGS["tiny"], {"embed/table", "lm_head/kernel"}),
+        (networks.init_lm, networks.LANGUAGE_MODELS["tiny"], {"embed/table", "lm_head/kernel"}),
         (
-            vit,
-            vit.CONFIGS["tiny"],
+            networks.init_vit,
+            networks.VISION_TRANSFORMERS["tiny"],
             {f"{name}/{kind}" for name in ("patch_embed", "head") for kind in ("kernel", "bias")}
             | {"position/table"},
         ),
-        (convnet, convnet.CONFIGS["tiny"], {"head/kernel", "head/bias", "norm/scale"}),
+        (
+            networks.init_convnet,
+            networks.CONVNETS["tiny"],
+            {"head/kernel", "head/bias", "norm/scale"},
+        ),
     ],
 )
-def test_our_own_models_are_routed_as_expected(model, config, adam):
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+def test_our_own_models_are_routed_as_expected(init, config, adam):
+    params = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     found = routes(params)
     assert adam <= {path for path, (updater, _) in found.items() if updater == "adam"}
     for path, (updater, viewed) in found.items():

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import celo2.jax
-from celo2.tasks import lm
-from celo2.tasks.layers import cross_entropy
+from celo2.tasks.networks import LMConfig, cross_entropy, init_lm, lm_logits
 from celo2.torch import Celo2, Celo2Base
 from rules import jit
 
-CONFIG = lm.LMConfig(width=32, layers=2, head_width=16, length=16, vocab=40)
+CONFIG = LMConfig(width=32, layers=2, head_width=16, length=16, vocab=40)
 STEPS, BATCH = 50, 8
 
 
@@ -39,7 +38,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`celo2.tasks.lm` in Torch."""
+    """`celo2.tasks.networks.lm_logits` in Torch."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +86,7 @@ def batches() -> list[np.ndarray]:
 
 def jax_losses(tx, params) -> list[float]:
     def loss(params, tokens):
-        return cross_entropy(lm.logits(params, CONFIG, tokens[:, :-1]), tokens[:, 1:])
+        return cross_entropy(lm_logits(params, CONFIG, tokens[:, :-1]), tokens[:, 1:])
 
     @jit
     def step(params, state, tokens):
@@ -122,7 +121,7 @@ def torch_losses(make, params) -> list[float]:
     ids=["celo2", "celo2-base"],
 )
 def test_transformer_learns_the_same_in_both_frameworks(ours, theirs):
-    params = lm.init(jax.random.key(0), CONFIG)
+    params = init_lm(jax.random.key(0), CONFIG)
     expected = jax_losses(theirs(1e-3, weight_decay=0.1), params)
     losses = torch_losses(lambda model: ours(model, 1e-3, weight_decay=0.1), params)
     assert expected[-1] < expected[0] - 0.3

@@ -6,7 +6,7 @@ from small_runs import of_kind, stop_after, train, without_times
 
 from celo2.evaluate import RunConfig
 from celo2.runs import records
-from celo2.tasks.stream import Part
+from celo2.tasks import Part
 from conftest import run_python
 from processes import run_processes
 

@@ -11,6 +11,7 @@ from celo2.metatrain.config import FamilyConfig, from_fields, of_family, read_to
 from celo2.metatrain.families import FAMILIES, count_problems, load_families
 from celo2.routing import route
 from celo2.rule import CELO2
+from celo2.tasks.networks import LANGUAGE_MODELS
 
 ALL = from_fields({"families": list(FAMILIES), "datasets": ["digits"], "problems": 3})
 
@@ -86,7 +87,7 @@ def test_config_file_has_tables_of_families_and_a_mix(tmp_path):
 
 
 def test_task_of_one_s_own_may_be_a_family(monkeypatch):
-    task = families.language_model(families.text.load(), families.lm.CONFIGS["tiny"], 2)
+    task = families.language_model(families.load_text(), LANGUAGE_MODELS["tiny"], 2)
     monkeypatch.setattr(families, "import_function", lambda *_: lambda: task)
     config = from_fields({"families": ["mine:make", "transformer"]})
     source = load_families(config)

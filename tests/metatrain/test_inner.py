@@ -11,7 +11,7 @@ from celo2.jax import scale_by_celo2
 from celo2.metatrain import inner
 from celo2.metatrain.config import MetaConfig
 from celo2.rule import Rule
-from celo2.tasks import mlp
+from celo2.tasks.networks import init_mlp
 from rules import jit, make_rule
 
 TWINS = jax.tree.map(lambda w: jnp.stack([w, w]), WEIGHTS)
@@ -24,7 +24,7 @@ def first_updates(tx, params, grads):
 
 
 def mlp_problem():
-    params = mlp.init(jax.random.key(0), (6, 5, 4))
+    params = init_mlp(jax.random.key(0), (6, 5, 4))
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
     return params, grads
 

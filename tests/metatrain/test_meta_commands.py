@@ -15,7 +15,7 @@ from celo2.metatrain import PRESETS
 from celo2.runs import records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
-from celo2.tasks import fetch
+from celo2.tasks import download
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
@@ -209,8 +209,8 @@ def test_tensorboard_writes_to_the_run_folder(tmp_path):
 def test_data_fetch_shows_progress_and_checksums(tmp_path, monkeypatch, capsys):
     def fake(folder, names, *, full, force, report):
         assert (folder, names, full, force) == (str(tmp_path), ("mnist",), False, True)
-        report(fetch.Progress("mnist", "converting", 1000, 70000))
-        report(fetch.Progress("mnist", "written", 70000, 70000))
+        report(download.FetchProgress("mnist", "converting", 1000, 70000))
+        report(download.FetchProgress("mnist", "written", 70000, 70000))
         return {"mnist_8x8.npz": "ab" * 32}
 
     monkeypatch.setattr("celo2.commands.data.fetch", fake)
@@ -223,7 +223,7 @@ def test_data_fetch_shows_progress_and_checksums(tmp_path, monkeypatch, capsys):
 
 def test_data_fetch_offline_is_one_line(monkeypatch, capsys):
     def fake(*_, **__):
-        raise fetch.FetchError("the hub does not answer:\nis this machine online?")
+        raise download.FetchError("the hub does not answer:\nis this machine online?")
 
     monkeypatch.setattr("celo2.commands.data.fetch", fake)
     assert cli.main(["data", "fetch"]) == 2

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from celo2.evaluate.adapt import in_precision
-from celo2.tasks import Corpus, Task, language_model
-from celo2.tasks.lm import LMConfig
+from celo2.tasks import Corpus, LMConfig, Task, language_model
 
 BATCH, LENGTH = 128, 64
 

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from celo2 import routing, rule
 from celo2.jax import celo2
-from celo2.tasks import TASKS, actor_critic, over_seeds, ppo, rollout
+from celo2.tasks import TASKS, minatar, over_seeds, ppo
 from celo2.tasks.ppo import PPOConfig
 
 TINY = PPOConfig("breakout", environments=4, rollout=16, epochs=2, minibatches=2, hidden=(8, 8))
@@ -19,13 +18,13 @@ ADAMW = partial(optax.adamw, **ppo.ADAMW)
 
 @pytest.fixture(scope="module")
 def trainer():
-    return ppo.ppo(TINY, ppo.paper_optimizer(TINY, ADAMW, 1e-3))
+    return ppo.ppo_trainer(TINY, ppo.paper_optimizer(TINY, ADAMW, 1e-3))
 
 
 def random_batch(config, inputs=5, actions=3, size=32):
     """A network, and samples of which some lie outside each of the clips."""
     draw = np.random.RandomState(0)
-    params = actor_critic.init(jax.random.key(0), inputs, actions, config.hidden)
+    params = minatar.init_actor_critic(jax.random.key(0), inputs, actions, config.hidden)
     params["actor"]["policy_head"]["kernel"] *= 100.0
     batch = ppo.Batch(
         draw.randn(size, inputs),
@@ -66,7 +65,7 @@ def test_impossible_config_is_refused(changes, message):
 def test_loss_is_that_of_a_plain_loop():
     config = dataclasses.replace(TINY, clip=0.3, entropy_weight=0.05, value_weight=0.7)
     params, batch = random_batch(config)
-    total, metrics = ppo.loss(config, params, batch)
+    total, metrics = ppo.ppo_loss(config, params, batch)
 
     def network(layers, head, x):
         for name in ("layer_0", "layer_1"):
@@ -97,7 +96,7 @@ def test_loss_is_that_of_a_plain_loop():
 
 
 def test_minibatches_hold_every_sample_once():
-    rows = np.asarray(ppo.shuffle(jax.random.key(0), 60, 4))
+    rows = np.asarray(ppo.shuffled_minibatches(jax.random.key(0), 60, 4))
     assert rows.shape == (4, 15)
     assert sorted(rows.flat) == list(range(60))
     assert list(rows.flat) != list(range(60))
@@ -118,7 +117,7 @@ def test_learning_takes_every_epoch_and_minibatch_in_a_new_order():
     batch = batch._replace(value=jnp.arange(32.0))
     tx = optax.GradientTransformation(lambda params: 0, record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "loss", spy)
+        patch.setattr(ppo, "ppo_loss", spy)
         (_, count), _ = ppo.learn(config, tx, params, 0, batch, jax.random.key(0))
         jax.effects_barrier()
     assert count == len(seen) == config.updates_per_step == 12
@@ -144,7 +143,7 @@ def test_step_counts_its_steps_and_keeps_the_states_form(trainer):
     after, metrics = trainer.step(state, jax.random.key(1))
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
     assert int(metrics["env_steps"]) == 64
-    assert after.tables.observation.shape == (4, 400)
+    assert after.games.observation.shape == (4, 400)
     names = {"return", "episodes", "env_steps", "loss", "policy_loss", "value_loss", "entropy"}
     assert metrics.keys() == names
     assert trainer.evaluate(after, jax.random.key(0)).keys() == {"return", "episodes"}
@@ -155,7 +154,7 @@ def test_several_seeds_train_side_by_side(trainer):
     several, keys = over_seeds(trainer), jax.random.split(jax.random.key(0), 3)
     state = jax.eval_shape(several.init, keys)
     after, metrics = jax.eval_shape(several.step, state, keys)
-    assert after == state and after.tables.observation.shape == (3, 4, 400)
+    assert after == state and after.games.observation.shape == (3, 4, 400)
     scores = jax.eval_shape(several.evaluate, state, keys)
     assert scores["return"].shape == metrics["loss"].shape == (3,)
 
@@ -171,23 +170,7 @@ def test_papers_optimizer_clips_the_gradient_and_decays_linearly_to_zero():
     np.testing.assert_allclose(sizes, 0.5 * 0.1 * (1 - np.arange(21) / 20), atol=1e-7)
 
 
-def test_names_send_hidden_matrices_to_the_rule_and_the_rest_to_adam():
-    params = jax.eval_shape(lambda key: actor_critic.init(key, 400, 5), jax.random.key(0))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = [key.key for key in path]
-        expected = "rule" if names[1:] in (["layer_0", "kernel"], ["layer_1", "kernel"]) else "adam"
-        assert routing.route("/".join(names), leaf.shape, rule.CELO2).updater == expected, names
-
-
-def test_first_policy_is_nearly_uniform():
-    params = actor_critic.init(jax.random.key(0), 400, 5)
-    seen = jax.random.bernoulli(jax.random.key(1), 0.1, (16, 400)).astype(jnp.float32)
-    np.testing.assert_allclose(jax.nn.softmax(actor_critic.logits(params, seen)), 0.2, atol=0.01)
-    singular = np.linalg.svd(params["critic"]["layer_0"]["kernel"], compute_uv=False)
-    np.testing.assert_allclose(singular, math.sqrt(2), rtol=1e-4)
-
-
-@pytest.mark.parametrize("game", rollout.GAMES)
+@pytest.mark.parametrize("game", minatar.GAMES)
 def test_every_game_is_in_the_table_and_trains_under_celo2(game):
     spec = TASKS[f"minatar-{game}"]
     assert spec.higher_is_better and spec.updates_per_step == spec.make().updates_per_step
@@ -205,7 +188,7 @@ def test_every_game_is_in_the_table_and_trains_under_celo2(game):
 )
 def test_return_rises_on_breakout(optimizer):
     config = PPOConfig("breakout", env_steps=200_000)
-    trainer = ppo.ppo(config, ppo.paper_optimizer(config, *optimizer()))
+    trainer = ppo.ppo_trainer(config, ppo.paper_optimizer(config, *optimizer()))
     state, returns = trainer.init(jax.random.key(0)), []
     for key in jax.random.split(jax.random.key(1), config.iterations):
         state, metrics = trainer.step(state, key)

@@ -3,22 +3,32 @@ import numpy as np
 import optax
 import pytest
 
-from celo2.tasks import TASKS, convnet, find, image_mlp, images, language_model, supervised, vit
-from celo2.tasks.classify import image_convnet, image_vit
-from celo2.tasks.lm import LMConfig
-from celo2.tasks.stream import Stream
-from celo2.tasks.text import Corpus
+from celo2.tasks import (
+    TASKS,
+    Corpus,
+    ImageSet,
+    LMConfig,
+    Stream,
+    ViTConfig,
+    image_convnet,
+    image_mlp,
+    image_vit,
+    language_model,
+    supervised,
+    task_spec,
+)
+from celo2.tasks.networks import CONVNETS
 from conftest import data_folder
 
 TINY_LM = LMConfig(16, 1, 8, 16)
 NEED_TEXT = ("lm30m", "gpt2", "gpt3xl")
-STREAMED = ("vit-b16-imagenet",)  # see test_imagefolder.py
+STREAMED = ("vit-b16-imagenet",)  # see test_imagenet.py
 FROM_FOLDER = ("image-", "cifar", "fashion")
 
 
 def colour_set():
     x, y = np.zeros((20, 8, 8, 3), np.uint8), np.zeros(20, np.uint8)
-    return images.ImageSet("black", "test", x, y, x, y)
+    return ImageSet("black", "test", x, y, x, y)
 
 
 def corpus():
@@ -48,8 +58,8 @@ def test_loss_falls_under_adamw(name, batch):
 
 OTHERS = {
     "mlp": lambda: image_mlp(colour_set(), (16,), 16),
-    "conv": lambda: image_convnet(colour_set(), convnet.CONFIGS["resnet"], 16),
-    "vit": lambda: image_vit(colour_set(), vit.ViTConfig(patch=4), 16),
+    "conv": lambda: image_convnet(colour_set(), CONVNETS["resnet"], 16),
+    "vit": lambda: image_vit(colour_set(), ViTConfig(patch=4), 16),
     "tokens": lambda: language_model(corpus(), TINY_LM, 4),
 }
 
@@ -102,7 +112,7 @@ def test_step_does_not_carry_the_data_as_a_constant(digits):
 
 def test_train_and_valid_batches_come_from_their_own_split():
     x, y = np.zeros((9, 8, 8), np.uint8), np.zeros(9, np.uint8)
-    task = image_mlp(images.ImageSet("split", "test", x, y, x + 255, y + 1), batch=8)
+    task = image_mlp(ImageSet("split", "test", x, y, x + 255, y + 1), batch=8)
     for split, level in (("train", 0), ("valid", 1)):
         batch_x, batch_y = task.sample(task.data, jax.random.key(0), split)
         assert batch_x.shape == (8, 8, 8, 1)
@@ -168,4 +178,4 @@ def test_vocabulary_is_the_corpus_one():
 
 def test_unknown_task_error_lists_the_tasks():
     with pytest.raises(ValueError, match="'digits' is not a task; there are digits-mlp"):
-        find("digits")
+        task_spec("digits")

@@ -1,19 +1,21 @@
 import gzip
 import json
 import lzma
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from celo2.tasks import documents, tokenize, tokenizer, tokens
-from celo2.tasks.tokenize import make_tokens
+from celo2.tasks import download, tokenize, tokens
+from celo2.tasks.download import FetchError
+from celo2.tasks.tokenize import load_tokenizer, make_tokens, read_documents
 
 NUMBERS = "".join(f"{i}\n" for i in range(40_000))  # 229 kB: 14 pieces
 
 
 def text_of(split):
-    return bytes(tokens.read(split, 0, split.count).tolist()).decode()
+    return bytes(tokens.read_tokens(split, 0, split.count).tolist()).decode()
 
 
 def write_jsonl(path, texts, field="text"):
@@ -47,7 +49,7 @@ def test_every_nth_document_validates_and_each_ends_with_end_of_text(tmp_path):
 
 def test_text_file_is_cut_after_lines_and_ends_once(tmp_path):
     (tmp_path / "a.txt").write_text(NUMBERS)
-    pieces = list(documents.read_documents([str(tmp_path / "a.txt")]))
+    pieces = list(read_documents([str(tmp_path / "a.txt")]))
     assert "".join(piece.text for piece in pieces) == NUMBERS and len(pieces) == 14
     assert all(piece.text.endswith("\n") for piece in pieces)
     assert [piece.ends for piece in pieces] == 13 * [False] + [True]
@@ -57,7 +59,7 @@ def test_text_file_is_cut_after_lines_and_ends_once(tmp_path):
 
 def test_file_of_a_single_line_is_cut_all_the_same(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100_000)
-    pieces = list(documents.read_documents([str(tmp_path / "a.txt")]))
+    pieces = list(read_documents([str(tmp_path / "a.txt")]))
     assert len(pieces) == 4 and sum(len(piece.text) for piece in pieces) == 100_000
 
 
@@ -111,7 +113,7 @@ def test_making_stops_with_the_document_that_reaches_the_limit(tmp_path):
     seen = []
     made = make_tokens(tmp_path / "out", [path], tokenizer="bytes", limit=21, report=seen.append)
     assert (made.valid.count, made.train.count) == (5, 20)
-    assert seen[-1] == tokenize.Progress(5, 25, 21) and len(seen) == 5
+    assert seen[-1] == tokenize.TokenProgress(5, 25, 21) and len(seen) == 5
 
 
 def test_no_file_is_longer_than_a_shard(tmp_path):
@@ -120,7 +122,7 @@ def test_no_file_is_longer_than_a_shard(tmp_path):
     assert [file.tokens for file in made.files["train"]] == [100] * 6 + [93]
     assert made.files["train"][6].name == "train-00006.bin"
     assert text_of(made.train).split("\0") == [f"{i:06d}" for i in range(1, 100)] + [""]
-    tokens.verify(made)
+    tokens.verify_token_folder(made)
 
 
 def test_memory_is_bounded_by_the_batch(tmp_path, monkeypatch):
@@ -152,9 +154,9 @@ def test_folder_is_replaced_only_by_force(tmp_path):
     make_tokens(out, [files["a"]], tokenizer="bytes")
     with pytest.raises(FileExistsError, match="exists already.*--force"):
         make_tokens(out, [files["b"]], tokenizer="bytes")
-    assert text_of(tokens.read_folder(out).train) == "a\0"
+    assert text_of(tokens.read_token_folder(out).train) == "a\0"
     make_tokens(out, [files["b"]], tokenizer="bytes", force=True)
-    assert text_of(tokens.read_folder(out).train) == "b\0"
+    assert text_of(tokens.read_token_folder(out).train) == "b\0"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "out"]
 
 
@@ -164,7 +166,7 @@ def test_force_fails_without_harm(tmp_path):
     make_tokens(tmp_path / "out", [good], tokenizer="bytes")
     with pytest.raises(ValueError, match="Line 1"):
         make_tokens(tmp_path / "out", [tmp_path / "b.jsonl"], tokenizer="bytes", force=True)
-    assert text_of(tokens.read_folder(tmp_path / "out").train) == "a\0"
+    assert text_of(tokens.read_token_folder(tmp_path / "out").train) == "a\0"
 
 
 def test_force_never_deletes_what_is_no_token_folder(tmp_path):
@@ -198,8 +200,8 @@ def test_tokenizer_file_is_used_whole(tmp_path, words):
     made = make_tokens(tmp_path / "out", [path], tokenizer=str(words))
     assert (made.tokenizer, made.vocab, made.end_of_text) == ("tokenizer.json", 70_001, 3)
     # Neither cut to 3 nor filled up to 5.
-    np.testing.assert_array_equal(tokens.read(made.valid, 0, 7), [0, 1, 0, 1, 0, 1, 3])
-    np.testing.assert_array_equal(tokens.read(made.train, 0, 3), [2, 70_000, 3])
+    np.testing.assert_array_equal(tokens.read_tokens(made.valid, 0, 7), [0, 1, 0, 1, 0, 1, 3])
+    np.testing.assert_array_equal(tokens.read_tokens(made.train, 0, 3), [2, 70_000, 3])
     assert made.train.arrays[0].dtype == np.uint32
 
 
@@ -211,20 +213,82 @@ def test_end_of_text_spelt_in_a_text_is_text(tmp_path):
     made.add_special_tokens(["<|endoftext|>"])
     assert made.encode("<|endoftext|>").ids == [256]
     made.save(str(tmp_path / "t.json"))
-    loaded = tokenizer.load_tokenizer(str(tmp_path / "t.json"))
+    loaded = load_tokenizer(str(tmp_path / "t.json"))
     assert (loaded.vocab, loaded.end_of_text) == (257, 256)
     (row,) = loaded.encode(["<|endoftext|>"])
     assert len(row) == 13 and 256 not in row
 
 
 def test_end_of_text_can_be_named(words):
-    assert tokenizer.load_tokenizer(str(words), "b").end_of_text == 1
+    assert load_tokenizer(str(words), "b").end_of_text == 1
     with pytest.raises(ValueError, match="no token <end>: say with --end-of-text"):
-        tokenizer.load_tokenizer(str(words), "<end>")
+        load_tokenizer(str(words), "<end>")
 
 
 def test_file_that_is_no_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="not a tokenizer's file"):
-        tokenizer.load_tokenizer(str(tmp_path / "a.json"))
+        load_tokenizer(str(tmp_path / "a.json"))
+
+
+class FakeHub:
+    def __init__(self, rows):
+        self.rows, self.asked = rows, []
+
+    def load_dataset(self, *place, **options):
+        self.asked.append((place, options))
+        return iter(self.rows)
+
+
+def use_hub(monkeypatch, hub, answers=True):
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(download, "_answers", lambda url, timeout: answers)
+
+
+def test_fineweb_is_streamed_until_the_limit(tmp_path, monkeypatch):
+    read = []
+
+    def rows():
+        for i in range(10**9):
+            read.append(i)
+            yield {"text": f"page {i % 10}", "url": "…"}
+
+    hub = FakeHub(rows())
+    use_hub(monkeypatch, hub)
+    made = make_tokens(tmp_path / "out", ["fineweb-edu"], tokenizer="bytes", limit=700)
+    place, options = hub.asked[0]
+    assert place == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    assert options == {"split": "train", "streaming": True}
+    assert made.train.count + made.valid.count == 700 and len(read) <= tokenize.BATCH_DOCUMENTS
+    assert made.source == "HuggingFaceFW/fineweb-edu sample-10BT"
+
+
+def test_broken_stream_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def rows():
+        yield {"text": "page"}
+        raise ConnectionError("reset")
+
+    use_hub(monkeypatch, FakeHub(rows()))
+    with pytest.raises(FetchError, match="fineweb .*could not be read: ConnectionError: reset"):
+        make_tokens(tmp_path / "out", ["fineweb"], tokenizer="bytes")
+    assert not list(tmp_path.iterdir())
+
+
+def test_offline_says_what_needs_no_network(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    use_hub(monkeypatch, FakeHub([]), answers=False)
+    path = tmp_path / "a.txt"
+    path.write_text("a\nb\n")
+    for sources, name in ((["fineweb"], "bytes"), ([path], "gpt2")):
+        with pytest.raises(FetchError, match="HF_HUB_OFFLINE=1.*text files.*--tokenizer bytes"):
+            make_tokens(tmp_path / "out", sources, tokenizer=name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_library_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r'needs tokenizers: pip install "celo2\[data\]"'):
+        load_tokenizer("gpt2")

@@ -7,12 +7,10 @@ from typing import Annotated
 
 import tyro
 
-from celo2.tasks.documents import SUBSET
-from celo2.tasks.fetch import FetchError, Progress, fetch
-from celo2.tasks.images import NAMES
-from celo2.tasks.tokenize import SHARD, VALID_EVERY, make_tokens
-from celo2.tasks.tokenize import Progress as TokenProgress
-from celo2.tasks.tokens import SPLITS, TokenFolder, read_folder, verify
+from celo2.tasks.download import FetchError, FetchProgress, fetch
+from celo2.tasks.images import IMAGE_SETS
+from celo2.tasks.tokenize import SHARD, SUBSET, VALID_EVERY, TokenProgress, make_tokens
+from celo2.tasks.tokens import SPLITS, TokenFolder, read_token_folder, verify_token_folder
 
 Sources = Annotated[tuple[str, ...], tyro.conf.arg(name="from")]  # `from` is a word of Python's
 QUIET = 60  # seconds between lines of progress where there is no terminal
@@ -32,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fetch_images(
-    names: tuple[str, ...] = NAMES,
+    names: tuple[str, ...] = IMAGE_SETS,
     data: str | None = None,
     full: bool = False,
     force: bool = False,
@@ -101,15 +99,15 @@ def check(folder: str) -> None:
     Args:
         folder: one that `celo2 data tokens` made.
     """
-    found = read_folder(folder)
-    verify(found)
+    found = read_token_folder(folder)
+    verify_token_folder(found)
     print(summary(found))
 
 
 COMMANDS = {"fetch": fetch_images, "tokens": tokens, "check": check}
 
 
-def show(progress: Progress) -> None:
+def show(progress: FetchProgress) -> None:
     """One line per dataset, rewritten as it goes on."""
     terminal = sys.stderr.isatty()
     if progress.state == "converting":

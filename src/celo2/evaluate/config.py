@@ -48,7 +48,7 @@ class RunConfig:
         evaluate_every: steps between validations; by default a tenth of all steps.
         evaluation_batches: batches of one validation, the same in every run.
         text: what a language model reads, also a folder of tokens; the task's own by default. See
-            celo2.tasks.text.load and celo2.tasks.tokens.
+            celo2.tasks.load_text and celo2.tasks.tokens.
     """
 
     task: str

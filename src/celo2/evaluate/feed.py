@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from celo2.runs.mesh import DATA
-from celo2.tasks.stream import Part, Split, Stream
+from celo2.tasks import Part, Split, Stream
 
 
 class Feed:

@@ -4,8 +4,7 @@ import inspect
 from functools import lru_cache
 
 from celo2.runs.address import import_function
-from celo2.tasks import TaskSpec
-from celo2.tasks import find as find_known
+from celo2.tasks import TaskSpec, task_spec
 
 OWN_STEPS = 1000
 
@@ -20,7 +19,7 @@ def find(name: str) -> TaskSpec:
     2000
     """
     if ":" not in name:
-        return find_known(name)
+        return task_spec(name)
     found = import_function(name, "task", "own_task:make")
     if isinstance(found, TaskSpec):
         return found

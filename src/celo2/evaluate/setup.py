@@ -32,8 +32,7 @@ from celo2.evaluate.sharding import (
 )
 from celo2.runs.digest import digest_arrays, name_arrays
 from celo2.runs.mesh import DATA
-from celo2.tasks import Task, TaskSpec, Trainer, supervised
-from celo2.tasks.stream import Stream
+from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
 
 
 class Setup(NamedTuple):

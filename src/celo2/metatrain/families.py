@@ -10,13 +10,31 @@ import jax
 import numpy as np
 from jax import Array
 
-from celo2.metatrain import smallconv
 from celo2.metatrain.config import FamilyConfig, MetaConfig, of_family
 from celo2.runs.address import import_function
 from celo2.runs.digest import digest_arrays, name_arrays
-from celo2.tasks import ImageSet, Task, images, language_model, lm, mlp, sample_batch, text, vit
-from celo2.tasks.images import CLASSES, bank
-from celo2.tasks.layers import cross_entropy
+from celo2.tasks import (
+    ImageSet,
+    LMConfig,
+    Task,
+    ViTConfig,
+    image_bank,
+    language_model,
+    load_text,
+    sample_batch,
+    select_images,
+)
+from celo2.tasks.images import CLASSES
+from celo2.tasks.networks import (
+    cross_entropy,
+    init_mlp,
+    init_patch_convnet,
+    init_vit,
+    mlp_logits,
+    patch_convnet_logits,
+    vit_logits,
+)
+from celo2.tasks.text import PYTHON_DOCS, reduce_vocabulary
 
 EVERY_MATRIX: Mapping[str, str] = {"head.*kernel": "rule"}
 
@@ -79,7 +97,7 @@ def load_families(
 
 def count_problems(config: MetaConfig, data: str | PathLike | None = None) -> list[int]:
     """How many problems each family has, without touching a device."""
-    sets = len(images.select(config.datasets, data)) if config.task is None else 1
+    sets = len(select_images(config.datasets, data)) if config.task is None else 1
     if not config.families:
         return [config.problems * sets]
     counts = []
@@ -147,8 +165,8 @@ def _from_task(task: Task, name: str, config: MetaConfig) -> tuple[Family, dict[
 def image_family(
     sets: Sequence[ImageSet],
     config: MetaConfig,
-    init: Callable[[Array], dict] = mlp.init,
-    logits: Callable[[dict, Array], Array] = mlp.logits,
+    init: Callable[[Array], dict] = init_mlp,
+    logits: Callable[[dict, Array], Array] = mlp_logits,
     overrides: Mapping[str, str] | None = EVERY_MATRIX,
 ) -> Family:
     """A classifier on several image sets, one index each: the paper's MLPs 64–32–10 by default."""
@@ -162,14 +180,14 @@ def image_family(
         init=init,
         sample=lambda data, key, index: sample_batch(data, key, index, config.batch),
         loss=loss,
-        data=bank(sets),
+        data=image_bank(sets),
         overrides=overrides,
         config=config,
     )
 
 
 def _on_images(config: MetaConfig, data, **options) -> tuple[Family, dict[str, str], bool]:
-    sets = images.select(config.datasets, data)
+    sets = select_images(config.datasets, data)
     checksums = {s.name: s.checksum() for s in sets}
     return image_family(sets, config, **options), checksums, True
 
@@ -177,37 +195,37 @@ def _on_images(config: MetaConfig, data, **options) -> tuple[Family, dict[str, s
 _image_mlp = _on_images
 
 DEEP = (64, 48, 24, 24, CLASSES)
-VIT = vit.ViTConfig(patch=2, width=16, layers=1, head_width=8)
+VIT = ViTConfig(patch=2, width=16, layers=1, head_width=8)
 CONV = (8, 16)
-LM = lm.LMConfig(width=16, layers=1, head_width=8, length=16, vocab=64)
+LM = LMConfig(width=16, layers=1, head_width=8, length=16, vocab=64)
 
 
 def _deep_mlp(config: MetaConfig, data):
-    return _on_images(config, data, init=partial(mlp.init, sizes=DEEP), overrides=None)
+    return _on_images(config, data, init=partial(init_mlp, sizes=DEEP), overrides=None)
 
 
 def _vit(config: MetaConfig, data):
     def logits(params, x):
-        return vit.logits(params, VIT, x.reshape(-1, 8, 8, 1))
+        return vit_logits(params, VIT, x.reshape(-1, 8, 8, 1))
 
     return _on_images(
-        config, data, init=partial(vit.init, config=VIT), logits=logits, overrides=None
+        config, data, init=partial(init_vit, config=VIT), logits=logits, overrides=None
     )
 
 
 def _convnet(config: MetaConfig, data):
     def logits(params, x):
-        return smallconv.logits(params, x.reshape(-1, 8, 8, 1), strides=(2, 2))
+        return patch_convnet_logits(params, x.reshape(-1, 8, 8, 1), strides=(2, 2))
 
-    init = partial(smallconv.init, widths=CONV)
+    init = partial(init_patch_convnet, widths=CONV)
     return _on_images(config, data, init=init, logits=logits, overrides=None)
 
 
 def _transformer(config: MetaConfig, data) -> tuple[Family, dict[str, str], bool]:
     """On the embedded text: other texts are for measuring rules."""
-    corpus = text.reduce_vocabulary(text.load(text.EMBEDDED, data), LM.vocab)
+    corpus = reduce_vocabulary(load_text(PYTHON_DOCS, data), LM.vocab)
     task = language_model(corpus, LM, config.batch)
-    family, checksums, on_images = _from_task(task, text.EMBEDDED, config)
+    family, checksums, on_images = _from_task(task, PYTHON_DOCS, config)
     return family._replace(classes=LM.vocab), checksums, on_images
 
 

@@ -15,9 +15,9 @@ from jax import Array, lax
 from celo2.baselines import adamw, muon
 from celo2.constants import ADAM_MULTIPLIER
 from celo2.jax import celo2
-from celo2.metatrain.smallconv import digits_convnet
 from celo2.rule import Rule, RuleConfig
 from celo2.tasks import TASKS, Task
+from celo2.tasks.images import digits_convnet
 
 Size = Literal["quick", "full"]
 

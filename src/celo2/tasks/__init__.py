@@ -4,42 +4,97 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from celo2.tasks import convnet, imagefolder, images, imagestream, lm, ppo, text, tokens, vit
-from celo2.tasks.augment import SMALL_AREA
-from celo2.tasks.classify import Area, image_convnet, image_mlp, image_vit, streamed_vit
-from celo2.tasks.images import ImageBank, ImageSet, Size, sample_batch
-from celo2.tasks.lm import language_model, streamed_language_model
-from celo2.tasks.ppo import PPOConfig
-from celo2.tasks.rollout import GAMES
-from celo2.tasks.task import Task, TaskSpec, Trainer, TrainState, over_seeds, supervised
-from celo2.tasks.text import Corpus
+from celo2.tasks.imagenet import (
+    blank_image_stream,
+    image_stream,
+    load_image_files,
+    streamed_vit,
+)
+from celo2.tasks.images import (
+    IMAGE_SETS,
+    SMALL_AREA,
+    Area,
+    ImageBank,
+    ImageSet,
+    Size,
+    blank_images,
+    classification,
+    image_bank,
+    image_convnet,
+    image_mlp,
+    image_vit,
+    load_images,
+    sample_batch,
+    select_images,
+)
+from celo2.tasks.minatar import GAMES
+from celo2.tasks.networks import (
+    CONVNETS,
+    LANGUAGE_MODELS,
+    VISION_TRANSFORMERS,
+    ConvConfig,
+    LMConfig,
+    ViTConfig,
+)
+from celo2.tasks.ppo import PPOConfig, ppo_trainer
+from celo2.tasks.task import (
+    Part,
+    Split,
+    Stream,
+    Task,
+    TaskSpec,
+    Trainer,
+    TrainState,
+    over_seeds,
+    supervised,
+)
+from celo2.tasks.text import (
+    BYTES,
+    PYTHON_DOCS,
+    Corpus,
+    blank_text,
+    language_model,
+    load_text,
+)
+from celo2.tasks.tokens import read_token_folder, streamed_language_model, token_folder_path
 
 __all__ = [
     "TASKS",
+    "ConvConfig",
     "Corpus",
     "ImageBank",
     "ImageSet",
+    "LMConfig",
     "PPOConfig",
+    "Part",
+    "Split",
+    "Stream",
     "Task",
     "TaskSpec",
     "TrainState",
     "Trainer",
-    "find",
+    "ViTConfig",
+    "classification",
+    "image_bank",
     "image_convnet",
     "image_mlp",
     "image_vit",
     "language_model",
+    "load_images",
+    "load_text",
     "over_seeds",
     "sample_batch",
+    "select_images",
     "streamed_language_model",
     "supervised",
+    "task_spec",
 ]
 
 
-def find(name: str) -> TaskSpec:
+def task_spec(name: str) -> TaskSpec:
     """The table's entry of that name.
 
-    >>> find("digits-mlp").steps
+    >>> task_spec("digits-mlp").steps
     2000
     """
     if name not in TASKS:
@@ -53,46 +108,46 @@ def _image_spec(
     """With an `area`, training images are cropped and mirrored at random."""
 
     def make(*, data=None, batch=64) -> Task:
-        return model(images.load(name, data, size), options, batch, area)
+        return model(load_images(name, data, size), options, batch, area)
 
     def blank(*, batch=64) -> Task:
-        return model(images.blank(name, size), options, batch, area)
+        return model(blank_images(name, size), options, batch, area)
 
     return TaskSpec(make, steps, batch=64, blank=blank)
 
 
 def _imagenet_spec(steps: int, batch: int) -> TaskSpec:
-    config = vit.CONFIGS["b16"]
+    config = VISION_TRANSFORMERS["b16"]
 
     def make(*, data=None, batch=batch, remat=False) -> Task:
-        files = imagefolder.find(data)
-        stream = imagestream.stream(files, batch, config.side)
+        files = load_image_files(data)
+        stream = image_stream(files, batch, config.side)
         model = dataclasses.replace(config, classes=files.classes, remat=remat)
         return streamed_vit(stream, model)
 
     def blank(*, batch=batch, remat=False) -> Task:
         model = dataclasses.replace(config, remat=remat)
-        return streamed_vit(imagestream.blank(batch, config.side), model)
+        return streamed_vit(blank_image_stream(batch, config.side), model)
 
     return TaskSpec(make, steps, batch, blank=blank)
 
 
 def _text_spec(size: str, steps: int, batch: int) -> TaskSpec:
-    config = lm.CONFIGS[size]
-    default = text.EMBEDDED if config.vocab == text.BYTES else None
+    config = LANGUAGE_MODELS[size]
+    default = PYTHON_DOCS if config.vocab == BYTES else None
 
     def make(*, text: str | Corpus | None = default, data=None, batch=batch, remat=False) -> Task:
         model = dataclasses.replace(config, remat=remat)
         if text is None:
             raise ValueError(f"{size} has {config.vocab:,} tokens: name the `text` to train on.")
-        if folder := tokens.find_folder(text, data):
-            return streamed_language_model(tokens.read_folder(folder), model, batch)
-        corpus = text if isinstance(text, Corpus) else _load_text(text, data)
+        if folder := token_folder_path(text, data):
+            return streamed_language_model(read_token_folder(folder), model, batch)
+        corpus = text if isinstance(text, Corpus) else load_text(text, data)
         return language_model(corpus, model, batch)
 
     def blank(*, batch=batch, remat=False) -> Task:
         model = dataclasses.replace(config, remat=remat)
-        return language_model(_blank_text(config.vocab, config.length + 1), model, batch)
+        return language_model(blank_text(config.vocab, config.length + 1), model, batch)
 
     return TaskSpec(make, steps, batch, blank=blank)
 
@@ -110,21 +165,19 @@ def _minatar_spec(game: str, steps: int) -> TaskSpec:
         metric="return",
         updates_per_step=config.updates_per_step,
         higher_is_better=True,
-        train=ppo.ppo,
+        train=ppo_trainer,
     )
 
 
-# Under other names, since `text` is an argument above.
-_load_text, _blank_text = text.load, text.blank
 _mlp_spec = partial(_image_spec, image_mlp)
 _full_spec = partial(_image_spec, size="full")
 # Names, models and steps; each with and without augmentation, which is for longer runs: an epoch
 # is 781 steps, and where images hardly come twice it only makes the task harder.
 CIFAR10 = (
-    ("vit-tiny", (image_vit, vit.CONFIGS["small"]), 500),
-    ("vit", (image_vit, vit.CONFIGS["cifar"]), 60),
-    ("conv", (image_convnet, convnet.CONFIGS["small"]), 200),
-    ("resnet", (image_convnet, convnet.CONFIGS["resnet"]), 30),
+    ("vit-tiny", (image_vit, VISION_TRANSFORMERS["small"]), 500),
+    ("vit", (image_vit, VISION_TRANSFORMERS["cifar"]), 60),
+    ("conv", (image_convnet, CONVNETS["small"]), 200),
+    ("resnet", (image_convnet, CONVNETS["resnet"]), 30),
 )
 
 # Steps: a minute on two CPU cores with AdamW, or less. A text step is 1,024 to 2,048 tokens, a
@@ -132,14 +185,16 @@ CIFAR10 = (
 TASKS: dict[str, TaskSpec] = {
     "digits-mlp": _mlp_spec((32,), "digits", steps=2000),
     "digits-mlp-wide": _mlp_spec((256, 256), "digits", steps=2000),
-    "digits-conv": _image_spec(image_convnet, convnet.CONFIGS["tiny"], "digits", steps=1000),
-    "vit-tiny": _image_spec(image_vit, vit.CONFIGS["tiny"], "digits", steps=1000),
-    **{f"image-mlp-{name}": _mlp_spec((32,), name, steps=2000) for name in images.NAMES},
+    "digits-conv": _image_spec(image_convnet, CONVNETS["tiny"], "digits", steps=1000),
+    "vit-tiny": _image_spec(image_vit, VISION_TRANSFORMERS["tiny"], "digits", steps=1000),
+    **{f"image-mlp-{name}": _mlp_spec((32,), name, steps=2000) for name in IMAGE_SETS},
     **{
         f"image-mlp-28-{name}": _full_spec(image_mlp, (128, 128), name, steps=2000)
         for name in ("mnist", "fashion_mnist")
     },
-    "vit-tiny-fashion": _full_spec(image_vit, vit.CONFIGS["small"], "fashion_mnist", steps=700),
+    "vit-tiny-fashion": _full_spec(
+        image_vit, VISION_TRANSFORMERS["small"], "fashion_mnist", steps=700
+    ),
     **{
         f"{model}-cifar10{ending}": _full_spec(*options, "cifar10", steps=steps, area=area)
         for model, options, steps in CIFAR10

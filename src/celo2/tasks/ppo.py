@@ -10,9 +10,23 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.tasks import actor_critic, rollout
-from celo2.tasks.actor_critic import ACTIVATIONS, Activation
-from celo2.tasks.rollout import GAMES, Samples, Tables
+from celo2.tasks.minatar import (
+    ACTIVATIONS,
+    GAMES,
+    Activation,
+    GameStates,
+    Samples,
+    action_log_probability,
+    advantage_estimates,
+    init_actor_critic,
+    load_game,
+    mean_return,
+    play_games,
+    policy_entropy,
+    policy_logits,
+    start_games,
+    state_value,
+)
 from celo2.tasks.task import Trainer
 
 MAX_GRADIENT_NORM = 0.5
@@ -91,11 +105,11 @@ class PPOState(NamedTuple):
 
     params: Any
     optimizer: Any
-    tables: Tables
+    games: GameStates
     env_steps: Array
 
 
-def ppo(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
+def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
     """The trainer whose step plays `config.rollout` actions everywhere, then learns from them.
 
     `tx` sees the bare gradients, `config.updates_per_step` times a step: clipping and schedule
@@ -104,32 +118,32 @@ def ppo(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
     No games are played for evaluation, and its key is not used. `over_seeds` trains several.
 
     >>> config = PPOConfig("breakout")
-    >>> trainer = ppo(config, paper_optimizer(config, optax.adamw, 1e-3))
+    >>> trainer = ppo_trainer(config, paper_optimizer(config, optax.adamw, 1e-3))
     >>> state = trainer.init(jax.random.key(0))
     >>> state, metrics = trainer.step(state, jax.random.key(1))  # doctest: +SKIP
     """
-    game = rollout.load_game(config.game)
+    game = load_game(config.game)
 
     def init(key):
         network_key, game_key = jax.random.split(key)
-        params = actor_critic.init(network_key, game.inputs, game.actions, config.hidden)
-        tables = rollout.start(game, game_key, config.environments)
-        return PPOState(params, tx.init(params), tables, jnp.zeros((), jnp.int32))
+        params = init_actor_critic(network_key, game.inputs, game.actions, config.hidden)
+        games = start_games(game, game_key, config.environments)
+        return PPOState(params, tx.init(params), games, jnp.zeros((), jnp.int32))
 
     def step(state, key):
         play_key, learn_key = jax.random.split(key)
         params, optimizer = state.params, state.optimizer
-        tables, samples = rollout.play(
-            game, params, state.tables, play_key, config.rollout, config.activation
+        games, samples = play_games(
+            game, params, state.games, play_key, config.rollout, config.activation
         )
-        last_value = actor_critic.value(params, tables.observation, config.activation)
-        batch = label(config, samples, last_value)
+        last_value = state_value(params, games.observation, config.activation)
+        batch = label_samples(config, samples, last_value)
         (params, optimizer), losses = learn(config, tx, params, optimizer, batch, learn_key)
         env_steps = state.env_steps + config.samples
-        metrics = {**losses, **scores(tables), "env_steps": env_steps}
-        return PPOState(params, optimizer, tables, env_steps), metrics
+        metrics = {**losses, **game_metrics(games), "env_steps": env_steps}
+        return PPOState(params, optimizer, games, env_steps), metrics
 
-    return Trainer(init, jax.jit(step), jax.jit(lambda state, key: scores(state.tables)))
+    return Trainer(init, jax.jit(step), jax.jit(lambda state, key: game_metrics(state.games)))
 
 
 def paper_optimizer(
@@ -157,9 +171,9 @@ class Batch(NamedTuple):
     advantage: Array
 
 
-def label(config: PPOConfig, samples: Samples, last_value: Array) -> Batch:
+def label_samples(config: PPOConfig, samples: Samples, last_value: Array) -> Batch:
     """A rollout's samples in one row, with their advantages."""
-    advantage = rollout.advantages(samples, last_value, config.discount, config.trace)
+    advantage = advantage_estimates(samples, last_value, config.discount, config.trace)
     batch = Batch(*samples[:4], advantage)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
@@ -178,30 +192,30 @@ def learn(
     def update(carry, rows):
         params, optimizer = carry
         part = jax.tree.map(lambda x: x[rows], batch)
-        grads, losses = jax.grad(partial(loss, config), has_aux=True)(params, part)
+        grads, losses = jax.grad(partial(ppo_loss, config), has_aux=True)(params, part)
         updates, optimizer = tx.update(grads, optimizer, params)
         return (optax.apply_updates(params, updates), optimizer), losses
 
     keys = jax.random.split(key, config.epochs)
-    rows = jax.vmap(lambda key: shuffle(key, count, config.minibatches))(keys)
+    rows = jax.vmap(lambda key: shuffled_minibatches(key, count, config.minibatches))(keys)
     rows = rows.reshape(config.updates_per_step, -1)
     carry, losses = jax.lax.scan(update, (params, optimizer), rows)
     return carry, jax.tree.map(jnp.mean, losses)
 
 
-def shuffle(key: Array, count: int, minibatches: int) -> Array:
+def shuffled_minibatches(key: Array, count: int, minibatches: int) -> Array:
     """[minibatches, count / minibatches]: every index below `count` once, in random order."""
     return jax.random.permutation(key, count).reshape(minibatches, -1)
 
 
-def loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str, Array]]:
+def ppo_loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str, Array]]:
     """The clipped policy loss, plus the clipped value loss, minus the entropy bonus."""
-    logits = actor_critic.logits(params, batch.observation, config.activation)
-    value = actor_critic.value(params, batch.observation, config.activation)
+    logits = policy_logits(params, batch.observation, config.activation)
+    value = state_value(params, batch.observation, config.activation)
     centred = batch.advantage - jnp.mean(batch.advantage)
     advantage = centred / (jnp.std(batch.advantage) + 1e-8)
 
-    ratio = jnp.exp(actor_critic.log_probability(logits, batch.action) - batch.log_probability)
+    ratio = jnp.exp(action_log_probability(logits, batch.action) - batch.log_probability)
     near = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, near * advantage))
 
@@ -210,12 +224,12 @@ def loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str
     errors = jnp.maximum(jnp.square(value - target), jnp.square(near - target))
     value_loss = 0.5 * jnp.mean(errors)
 
-    entropy = jnp.mean(actor_critic.entropy(logits))
+    entropy = jnp.mean(policy_entropy(logits))
     total = policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
     return total, {"loss": total, **parts}
 
 
-def scores(tables: Tables) -> dict[str, Array]:
+def game_metrics(games: GameStates) -> dict[str, Array]:
     """The games' mean return, and how many episodes have ended."""
-    return {"return": rollout.mean_return(tables), "episodes": jnp.sum(tables.episodes)}
+    return {"return": mean_return(games), "episodes": jnp.sum(games.episodes)}

@@ -1,14 +1,19 @@
-"""What it means to be trained: a Task is a problem, a Trainer is a problem with its optimizer."""
+"""What it means to be trained: a Task is a problem, a Trainer is a problem with its optimizer.
 
-from collections.abc import Callable
+A task's data are arrays that the devices hold or, where these cannot, a Stream of batches.
+"""
+
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from celo2.tasks.stream import Split
+from celo2.tasks.datafiles import import_extra
+
+Split = Literal["train", "valid"]
 
 
 class Task(NamedTuple):
@@ -112,3 +117,73 @@ class TaskSpec(NamedTuple):
     higher_is_better: bool = False
     train: Callable[[Any, optax.GradientTransformation], Trainer] = supervised
     blank: Callable[..., Any] | None = None
+
+
+class Part(NamedTuple):
+    """The rows of every batch that one process reads: part `index` of `count` equal ones."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Stream(NamedTuple):
+    """What a task has as its `data` when its batches are read while it trains.
+
+    `batches(split, seed, first, part)` yields this process's rows of batch number `first`, the
+    next and so on, without end. The same arguments give the same batches, whatever was read
+    before: a run resumes at its step, and any number of processes see the same batches together.
+    The task's `sample` returns its first argument, which is then the batch.
+    """
+
+    batches: Callable[[Split, int, int, Part], Iterator[Any]]
+    example: Any  # jax.ShapeDtypeStruct of a whole batch
+    checksum: str  # SHA-256 of the data
+
+
+def read_batches(
+    examples: Any,
+    batch: int,
+    first: int,
+    part: Part,
+    *,
+    threads: int,
+    ahead: int,
+    whole: bool = False,
+) -> Iterator[Any]:
+    """The rows `part` of batch `first` of the examples, of the next one and so on.
+
+    Args:
+        examples: an endless grain MapDataset, one example after the other.
+        batch: rows of a whole batch, of which part p of n has the rows p, p + n, p + 2n …
+        threads: how many read.
+        ahead: batches that are read before they are needed.
+        whole: each thread reads whole batches, not examples: for small examples, which take less
+            time than handing them over.
+    """
+    if first < 0:
+        raise ValueError(f"first={first} is not the number of a batch: they begin with 0.")
+    if not 0 <= part.index < part.count:
+        raise ValueError(f"There is no part {part.index} of {part.count}: they begin with 0.")
+    if batch % part.count:
+        raise ValueError(
+            f"A batch of {batch} rows does not divide into {part.count} equal parts: take a "
+            "multiple of the number of processes."
+        )
+    grain = import_extra("grain")
+    rows = batch // part.count
+    mine = examples[first * batch + part.index :: part.count]
+    if whole:
+        # An endless dataset has no remainder; without this, rows of 1 overflow its length.
+        mine = mine.batch(rows, drop_remainder=True)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+        return _closing(iter(mine.to_iter_dataset(options)))
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead * rows)
+    return _closing(iter(mine.to_iter_dataset(options).batch(rows)))
+
+
+def _closing(batches: Any) -> Iterator[Any]:
+    """The batches of a grain iterator, whose threads end when this one does."""
+    try:
+        yield from batches
+    finally:
+        batches.close()

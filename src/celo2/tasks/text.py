@@ -1,7 +1,9 @@
-"""Text as bytes that a device holds: an embedded text, or given files."""
+"""Texts as bytes that a device holds, and the task of training a language model on them."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from celo2.tasks.archive import opened
-from celo2.tasks.folder import ENVIRONMENT, checksum, data_folder
+from celo2.tasks.datafiles import ENVIRONMENT, array_checksum, data_folder, open_text
+from celo2.tasks.networks import GATHERED, LMConfig, init_lm, lm_loss
+from celo2.tasks.task import Task
 
-EMBEDDED = "python-docs"
-NAMES = ("tinyshakespeare", "wikipedia_en")
+PYTHON_DOCS = "python-docs"
+WIKIPEDIA = "wikipedia_en"
+TEXTS = ("tinyshakespeare", WIKIPEDIA)  # in the data folder
 BYTES = 256
 VALID_FRACTION = 0.1
 
@@ -30,11 +34,11 @@ class Corpus(NamedTuple):
 
     def checksum(self) -> str:
         """The SHA-256 of the tokens' bytes, train then valid."""
-        return checksum((self.train, self.valid))
+        return array_checksum((self.train, self.valid))
 
 
-def load(
-    text: str | os.PathLike | Sequence[str | os.PathLike] = EMBEDDED,
+def load_text(
+    text: str | os.PathLike | Sequence[str | os.PathLike] = PYTHON_DOCS,
     data: str | os.PathLike | None = None,
 ) -> Corpus:
     """The corpus called `text`, as bytes.
@@ -45,34 +49,39 @@ def load(
             are joined and whose last tenth is for validation.
         data: the folder; by default CELO2_DATA, else the cache folder.
 
-    >>> load("python-docs").vocab
+    >>> load_text("python-docs").vocab
     256
     """
-    if isinstance(text, str) and text == EMBEDDED:
-        return _cut(EMBEDDED, "pydoc_data.topics", _python_docs())
-    if isinstance(text, str) and text in NAMES:
-        return _from_folder(text, data_folder(data))
+    if isinstance(text, str) and text == PYTHON_DOCS:
+        return _split_corpus(PYTHON_DOCS, "pydoc_data.topics", _python_docs())
+    if isinstance(text, str) and text in TEXTS:
+        return _load_from_folder(text, data_folder(data))
     paths = [Path(p) for p in ([text] if isinstance(text, (str, os.PathLike)) else text)]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{str(path)!r} is neither a file nor one of {', '.join((EMBEDDED, *NAMES))}, nor "
-                "a token folder such as `celo2 data tokens` makes."
+                f"{str(path)!r} is neither a file nor one of {', '.join((PYTHON_DOCS, *TEXTS))}, "
+                "nor a token folder such as `celo2 data tokens` makes."
             )
     source = ", ".join(map(str, paths))
-    return _cut(source, source, np.concatenate([_read(path) for path in paths]))
+    return _split_corpus(source, source, np.concatenate([_read_bytes(path) for path in paths]))
 
 
-def blank(vocab: int, length: int) -> Corpus:
+def blank_text(vocab: int, length: int) -> Corpus:
     """One window of nothing, for a model's shapes without its data."""
     tokens = np.zeros(length, np.uint8 if vocab <= BYTES else np.uint16)
     return Corpus("blank", "nowhere", tokens, tokens, vocab)
 
 
+def text_files(name: str, folder: Path) -> list[Path]:
+    """The two files of a text in the data folder, for training and for validation."""
+    return [folder / f"{name}_{split}.txt.xz" for split in ("train", "val")]
+
+
 def reduce_vocabulary(corpus: Corpus, vocab: int) -> Corpus:
     """The corpus with its most frequent tokens numbered 0, 1, …, and one number for all others.
 
-    >>> small = reduce_vocabulary(load("python-docs"), 64)
+    >>> small = reduce_vocabulary(load_text("python-docs"), 64)
     >>> small.vocab, int(small.train.max())
     (64, 63)
     """
@@ -82,7 +91,7 @@ def reduce_vocabulary(corpus: Corpus, vocab: int) -> Corpus:
     return corpus._replace(train=table[corpus.train], valid=table[corpus.valid], vocab=vocab)
 
 
-def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
+def sample_windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
     """int32 [batch, length]: runs of tokens from random places of a device array."""
     if len(tokens) < length:
         raise ValueError(
@@ -94,6 +103,20 @@ def windows(tokens: Array, key: Array, batch: int, length: int) -> Array:
     return cut(starts).astype(jnp.int32)
 
 
+def language_model(corpus: Corpus, config: LMConfig, batch: int) -> Task:
+    """Next-token prediction on random windows of the corpus; the loss is in nats per token.
+
+    A byte corpus needs fewer tokens than the config may have: the vocabulary is the corpus's.
+    """
+    config = dataclasses.replace(config, vocab=corpus.vocab)
+
+    def sample(data, key, split):
+        return sample_windows(data[split], key, batch, config.length + 1)
+
+    data = {"train": jnp.asarray(corpus.train), "valid": jnp.asarray(corpus.valid)}
+    return Task(partial(init_lm, config=config), sample, partial(lm_loss, config), data, GATHERED)
+
+
 def _python_docs() -> np.ndarray:
     from pydoc_data.topics import topics
 
@@ -101,24 +124,24 @@ def _python_docs() -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def _from_folder(name: str, folder: Path) -> Corpus:
-    paths = [folder / f"{name}_{split}.txt.xz" for split in ("train", "val")]
+def _load_from_folder(name: str, folder: Path) -> Corpus:
+    paths = text_files(name, folder)
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{name} needs the file {path.name}, which is not in {folder}. Point {ENVIRONMENT} "
                 f"to a folder that holds it, or name a text file of your own, or use the embedded "
-                f"text {EMBEDDED!r}."
+                f"text {PYTHON_DOCS!r}."
             )
-    train, valid = map(_read, paths)
+    train, valid = map(_read_bytes, paths)
     return Corpus(name, ", ".join(map(str, paths)), train, valid, BYTES)
 
 
-def _read(path: Path) -> np.ndarray:
-    with opened(path) as file:
+def _read_bytes(path: Path) -> np.ndarray:
+    with open_text(path) as file:
         return np.frombuffer(file.read(), np.uint8)
 
 
-def _cut(name: str, source: str, tokens: np.ndarray) -> Corpus:
+def _split_corpus(name: str, source: str, tokens: np.ndarray) -> Corpus:
     cut = len(tokens) - int(VALID_FRACTION * len(tokens))
     return Corpus(name, source, tokens[:cut], tokens[cut:], BYTES)

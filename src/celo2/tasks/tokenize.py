@@ -6,14 +6,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from celo2.tasks import documents
-from celo2.tasks.documents import PIECE, SUBSET, Document
-from celo2.tasks.stream import Split
-from celo2.tasks.tokenizer import Tokenizer, load_tokenizer
+from celo2.tasks.datafiles import import_extra, is_compressed, open_text
+from celo2.tasks.download import hub_access
+from celo2.tasks.task import Split
 from celo2.tasks.tokens import (
     FORMAT,
     MANIFEST,
@@ -21,16 +20,184 @@ from celo2.tasks.tokens import (
     VERSION,
     TokenFile,
     TokenFolder,
-    read_folder,
+    read_token_folder,
     token_dtype,
 )
 
+HUB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
+SUBSET = "sample-10BT"
+PIECE = 16_384  # characters of a text file taken together
+# What the usual vocabularies call the token at the end of a document.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 SHARD = 100_000_000  # tokens of a file
 VALID_EVERY = 100
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4_000_000, 1000  # encoded at a time
+OFFLINE = (
+    "or take text files and --tokenizer bytes (or the path of a tokenizer.json), which need no "
+    "network"
+)
 
 
-class Progress(NamedTuple):
+# Documents: text files, JSON lines, FineWeb.
+
+
+class Document(NamedTuple):
+    """A text, or a piece of one that is too long to be held; `ends` says that it is the last."""
+
+    text: str
+    ends: bool = True
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Raises unless there are sources, and each is a file or has a name we know."""
+    if not sources:
+        raise ValueError(f"Nothing to read: name files or one of {', '.join(HUB)} with --from.")
+    for source in sources:
+        if source not in HUB and not Path(source).is_file():
+            raise FileNotFoundError(f"{source!r} is neither a file nor one of {', '.join(HUB)}.")
+
+
+def describe_sources(sources: Sequence[str], subset: str = SUBSET) -> str:
+    """Where the text is from, in a line: files by their names alone."""
+    return ", ".join(f"{HUB[s]} {subset}" if s in HUB else Path(s).name for s in sources)
+
+
+def read_documents(
+    sources: Sequence[str], subset: str = SUBSET, field: str = "text"
+) -> Iterator[Document]:
+    """The documents of all sources in order.
+
+    Args:
+        sources: text files, files of JSON lines (.jsonl), either as .xz or .gz too, or a name of
+            `HUB`. A text file comes in pieces of about 16,384 characters, cut after a line.
+        subset: of a dataset on the hub.
+        field: of a JSON line, the one that holds its text.
+    """
+    for source in sources:
+        if source in HUB:
+            yield from _read_hub(HUB[source], subset)
+        else:
+            yield from _read_file(Path(source), field)
+
+
+def _read_file(path: Path, field: str) -> Iterator[Document]:
+    name = path.stem if is_compressed(path) else path.name
+    reads_lines = name.lower().endswith(".jsonl")
+    try:
+        with open_text(path, "rt", encoding="utf-8", newline="") as file:
+            yield from _lines(path, file, field) if reads_lines else _pieces(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}.") from error
+
+
+def _pieces(file: TextIO) -> Iterator[Document]:
+    piece = _piece(file)
+    while piece:
+        following = _piece(file)
+        yield Document(piece, ends=not following)
+        piece = following
+
+
+def _piece(file: TextIO) -> str:
+    return file.read(PIECE) + file.readline(PIECE)
+
+
+def _lines(path: Path, file: TextIO, field: str) -> Iterator[Document]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            # JSON can spell half of a character, which no encoding has.
+            text = json.loads(line)[field].encode("utf-8", "replace").decode()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"Line {number} of {str(path)!r} is not a JSON object whose {field!r} is a text: "
+                f"{error!r}. Name another field with --field."
+            ) from error
+        if text.strip():
+            yield Document(text)
+
+
+def _read_hub(repository: str, subset: str) -> Iterator[Document]:
+    datasets = import_extra("datasets")
+    with hub_access(f"{repository} ({subset})", OFFLINE):
+        for row in datasets.load_dataset(repository, subset, split="train", streaming=True):
+            if row["text"].strip():
+                yield Document(row["text"])
+
+
+# Tokenizers: bytes, a tokenizer.json, or a repository of the Hugging Face hub.
+
+
+class Tokenizer(NamedTuple):
+    """How texts become token numbers below `vocab`."""
+
+    name: str
+    vocab: int
+    end_of_text: int
+    encode: Callable[[list[str]], list[Any]]  # texts -> the tokens of each
+
+
+def load_tokenizer(name: str = "gpt2", end_of_text: str | None = None) -> Tokenizer:
+    """The tokenizer called `name`.
+
+    Args:
+        name: "bytes" (UTF-8, ended by a zero byte), the path of a tokenizer.json, or a repository
+            of the Hugging Face hub, such as gpt2.
+        end_of_text: the token that ends a document, where it is none of the usual names.
+
+    >>> load_tokenizer("bytes").encode(["Ab"])
+    [array([65, 98], dtype=uint8)]
+    """
+    if name == "bytes":
+        return Tokenizer(name, 256, 0, lambda texts: [_bytes(text) for text in texts])
+    is_file = name.endswith(".json") or Path(name).is_file()
+    found = _load_tokenizer_file(Path(name)) if is_file else _load_hub_tokenizer(name)
+    # The text is data: it must be neither cut nor filled up, and no word in it is a command.
+    found.no_truncation()
+    found.no_padding()
+    found.encode_special_tokens = True
+    numbers: dict[str, int] = found.get_vocab(with_added_tokens=True)
+    ends = (end_of_text,) if end_of_text else END_OF_TEXT
+    end = next((numbers[token] for token in ends if token in numbers), None)
+    if end is None:
+        raise ValueError(
+            f"The tokenizer {name!r} has no token {', '.join(ends)}: say with --end-of-text which "
+            "one ends a document."
+        )
+
+    def encode(texts: list[str]) -> list[Any]:
+        # In as many threads as there are cores, unless TOKENIZERS_PARALLELISM says otherwise.
+        return [row.ids for row in found.encode_batch_fast(texts, add_special_tokens=False)]
+
+    shown = Path(name).name if is_file else name
+    return Tokenizer(shown, max(numbers.values()) + 1, end, encode)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _load_tokenizer_file(path: Path) -> Any:
+    library = import_extra("tokenizers")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no tokenizer file {str(path)!r}.")
+    try:
+        return library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{str(path)!r} is not a tokenizer's file: {error}.") from error
+
+
+def _load_hub_tokenizer(name: str) -> Any:
+    library = import_extra("tokenizers")
+    with hub_access(f"The tokenizer {name!r}", OFFLINE):
+        return library.Tokenizer.from_pretrained(name)
+
+
+# Making a folder.
+
+
+class TokenProgress(NamedTuple):
     """How far the making of a folder is; `limit` is None where only the text's end ends it."""
 
     documents: int
@@ -50,7 +217,7 @@ def make_tokens(
     valid_every: int = VALID_EVERY,
     shard: int = SHARD,
     force: bool = False,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Makes the token folder `out` and returns it: whole, or not at all.
 
@@ -58,10 +225,10 @@ def make_tokens(
 
     Args:
         out: the folder, which must not exist yet.
-        sources: what to read: see `celo2.tasks.documents.read_documents`, as for the next two.
+        sources: what to read: see `read_documents`, as for the next two.
         subset: of a dataset on the hub.
         field: of a JSON line, the one that holds its text.
-        tokenizer: bytes, a file or a name on the hub: see `celo2.tasks.tokenizer.load_tokenizer`.
+        tokenizer: bytes, a file or a name on the hub: see `load_tokenizer`.
         end_of_text: the token that ends a document, where it is none of the usual names.
         limit: stop with the document that brings the tokens of both splits to this number.
         valid_every: one document in so many is for validation.
@@ -72,27 +239,27 @@ def make_tokens(
     _check_counts(limit=(limit, 1), valid_every=(valid_every, 2), shard=(shard, 1))
     out, names = Path(out).expanduser().resolve(), [os.fspath(source) for source in sources]
     _check_free(out, force)
-    documents.check_sources(names)
+    check_sources(names)
     chosen = load_tokenizer(tokenizer, end_of_text)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     writers = {split: _Writer(temporary, split, shard) for split in SPLITS}
     try:
         temporary.mkdir()
-        found = documents.read_documents(names, subset, field)
+        found = read_documents(names, subset, field)
         counts = _write(found, chosen, writers, limit, valid_every, report)
         files = {split: writer.finish() for split, writer in writers.items()}
         _check_splits(files, sum(counts.values()))
-        source = documents.describe(names, subset)
+        source = describe_sources(names, subset)
         # Last, so that a folder without all its files does not read as one.
         manifest = _manifest(source, chosen, files, counts)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-        _put(temporary, out, force)
+        _move_into_place(temporary, out, force)
     finally:
         for writer in writers.values():
             writer.finish()
         shutil.rmtree(temporary, ignore_errors=True)
-    return read_folder(out)
+    return read_token_folder(out)
 
 
 def _check_counts(**counts: tuple[int | None, int]) -> None:
@@ -116,7 +283,7 @@ def _write(
     writers: dict[str, "_Writer"],
     limit: int | None,
     valid_every: int,
-    report: Callable[[Progress], None],
+    report: Callable[[TokenProgress], None],
 ) -> dict[str, int]:
     """Writes the documents until there are no more, or `limit` tokens; how many each split got."""
     counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -126,7 +293,7 @@ def _write(
         writers[split].write(row)
         counts[split] += 1
         tokens += len(row)
-        report(Progress(number + 1, tokens, limit))
+        report(TokenProgress(number + 1, tokens, limit))
         if limit is not None and tokens >= limit:
             break
     return counts
@@ -223,7 +390,7 @@ def _manifest(
     }
 
 
-def _put(temporary: Path, out: Path, force: bool) -> None:
+def _move_into_place(temporary: Path, out: Path, force: bool) -> None:
     """Renames the folder, and deletes the one that was in its place."""
     _check_free(out, force)
     old = out.with_name(f".{out.name}.{os.getpid()}.old")

@@ -1,25 +1,31 @@
-"""Token folders: a text as files of token numbers, read without loading it.
+"""Token folders: a text as files of token numbers, read from disk while a model trains on it.
 
 A folder holds `tokens.json` and files such as `train-00000.bin`: token after token, little-endian,
 two bytes each, or four where the vocabulary has more than 65,536. docs/data.md has an example.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import jax
 import numpy as np
 
-from celo2.tasks.folder import cache_folder, named_folder
-from celo2.tasks.stream import Split
-from celo2.tasks.text import EMBEDDED, NAMES
+from celo2.tasks.datafiles import cache_folder, import_extra, named_folder
+from celo2.tasks.networks import GATHERED, LMConfig, init_lm, lm_loss
+from celo2.tasks.task import Part, Split, Stream, Task, read_batches
+from celo2.tasks.text import PYTHON_DOCS, TEXTS
 
 MANIFEST = "tokens.json"
 FORMAT, VERSION = "celo2-tokens", 1
 SPLITS: tuple[Split, ...] = get_args(Split)
+THREADS, AHEAD = 2, 8  # threads that read, and the batches they may be ahead
+VOCAB_STEP = 128  # a model's vocabulary is rounded up to a multiple of it
 
 
 class TokenFile(NamedTuple):
@@ -66,9 +72,9 @@ def token_dtype(vocab: int) -> np.dtype:
     return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
 
-def find_folder(text: Any, data: str | os.PathLike | None = None) -> Path | None:
+def token_folder_path(text: Any, data: str | os.PathLike | None = None) -> Path | None:
     """The folder that `text` names, by its path or its name in the data folder; else None."""
-    if not isinstance(text, (str, os.PathLike)) or text in (EMBEDDED, *NAMES):
+    if not isinstance(text, (str, os.PathLike)) or text in (PYTHON_DOCS, *TEXTS):
         return None
     path = Path(text).expanduser()
     if path.is_dir():
@@ -77,12 +83,12 @@ def find_folder(text: Any, data: str | os.PathLike | None = None) -> Path | None
     return inside if (inside / MANIFEST).is_file() else None
 
 
-def read_folder(path: str | os.PathLike) -> TokenFolder:
-    """The token folder at `path`; sizes of files are checked, their content by `verify`."""
+def read_token_folder(path: str | os.PathLike) -> TokenFolder:
+    """The token folder at `path`; sizes of files are checked, not their content."""
     path = Path(path)
     manifest = _read_manifest(path / MANIFEST)
     vocab = manifest["vocab"]
-    files = {split: _files(path, manifest, split) for split in SPLITS}
+    files = {split: _list_files(path, manifest, split) for split in SPLITS}
     return TokenFolder(
         path=path,
         source=manifest["source"],
@@ -91,13 +97,13 @@ def read_folder(path: str | os.PathLike) -> TokenFolder:
         end_of_text=manifest["end_of_text"],
         files=files,
         **{
-            split: join([_map(path, file, vocab) for file in files[split]], vocab)
+            split: join_tokens([_map_file(path, file, vocab) for file in files[split]], vocab)
             for split in SPLITS
         },
     )
 
 
-def verify(folder: TokenFolder) -> None:
+def verify_token_folder(folder: TokenFolder) -> None:
     """Reads every file; a ValueError for the first that is not the one that was written."""
     for split in SPLITS:
         for file in folder.files[split]:
@@ -110,13 +116,13 @@ def verify(folder: TokenFolder) -> None:
                 )
 
 
-def join(arrays: Sequence[np.ndarray], vocab: int) -> Tokens:
+def join_tokens(arrays: Sequence[np.ndarray], vocab: int) -> Tokens:
     """The arrays as one sequence."""
     ends = np.cumsum([0, *map(len, arrays)]).tolist()
     return Tokens(tuple(arrays), tuple(ends[:-1]), ends[-1], vocab)
 
 
-def read(tokens: Tokens, start: int, count: int) -> np.ndarray:
+def read_tokens(tokens: Tokens, start: int, count: int) -> np.ndarray:
     """int32 [count]: the tokens from `start` on, from as many files as they lie in."""
     stop = start + count
     if not 0 <= start <= stop <= tokens.count:
@@ -167,7 +173,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _files(path: Path, manifest: dict[str, Any], split: Split) -> tuple[TokenFile, ...]:
+def _list_files(path: Path, manifest: dict[str, Any], split: Split) -> tuple[TokenFile, ...]:
     try:
         entries = manifest["splits"][split]
         files = tuple(
@@ -189,7 +195,7 @@ def _files(path: Path, manifest: dict[str, Any], split: Split) -> tuple[TokenFil
     return files
 
 
-def _map(folder: Path, file: TokenFile, vocab: int) -> np.ndarray:
+def _map_file(folder: Path, file: TokenFile, vocab: int) -> np.ndarray:
     path, dtype = folder / file.name, token_dtype(vocab)
     if not path.is_file():
         raise FileNotFoundError(f"{folder} lacks {file.name}, which its {MANIFEST} names.")
@@ -201,3 +207,69 @@ def _map(folder: Path, file: TokenFile, vocab: int) -> np.ndarray:
         )
     # As a plain array, whose slices cost a fraction of a memmap's.
     return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+class TokenWindows:
+    """The windows of a text: number i has `length` + 1 tokens, and the next begins with its last.
+
+    So each token but the first is predicted once.
+    """
+
+    def __init__(self, tokens: Tokens, length: int):
+        if tokens.count < length + 1:
+            raise ValueError(
+                f"The text has {tokens.count:,} tokens, fewer than one window of {length + 1:,}: "
+                "give a longer text, or a model with a shorter context."
+            )
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return (self.tokens.count - 1) // self.length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return read_tokens(self.tokens, index * self.length, self.length + 1)
+
+
+def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
+    """Batches of windows, int32 [batch, length + 1].
+
+    Training: every window once per epoch, in an order drawn anew for each epoch from the seed; a
+    batch may begin in one epoch and end in the next. Validation: the windows in order, whatever
+    the seed, and again from the first after the last. Any batch is reached without reading those
+    before it.
+    """
+    grain = import_extra("grain")
+    windows = {split: TokenWindows(getattr(folder, split), length) for split in SPLITS}
+
+    def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[np.ndarray]:
+        order = grain.MapDataset.source(windows[split])
+        if split == "train":
+            order = order.seed(seed).shuffle()
+        return read_batches(
+            order.repeat(), batch, first, part, threads=THREADS, ahead=AHEAD, whole=True
+        )
+
+    example = jax.ShapeDtypeStruct((batch, length + 1), np.int32)
+    return Stream(batches, example, folder.checksum())
+
+
+def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -> Task:
+    """Next-token prediction on a token folder, each of whose windows comes once per epoch.
+
+    The vocabulary is the folder's, rounded up to a multiple of 128.
+    """
+    vocab = -(-folder.vocab // VOCAB_STEP) * VOCAB_STEP
+    if vocab > config.vocab:
+        raise ValueError(
+            f"{folder.path} has a vocabulary of {folder.vocab:,} ({folder.tokenizer}), and this "
+            f"model has {config.vocab:,}: take a larger one, or make the folder with --tokenizer "
+            "bytes."
+        )
+    config = dataclasses.replace(config, vocab=vocab)
+    return Task(
+        partial(init_lm, config=config),
+        lambda data, key, split: data,
+        partial(lm_loss, config),
+        token_stream(folder, config.length, batch),
+        GATHERED,
+    )

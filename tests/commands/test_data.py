@@ -1,8 +1,10 @@
+import sys
+import types
+
 import pytest
 
 from celo2 import cli
-from celo2.tasks import documents, tokens
-from celo2.tasks.fetch import FetchError
+from celo2.tasks import download, tokens
 
 pytest.importorskip("tyro", reason="tyro is not installed")
 
@@ -18,7 +20,7 @@ def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, capsys):
     options = ["--from", str(text), str(text), "--tokenizer", "bytes", "--tokens", "1e5"]
     assert cli.main(["data", "tokens", out, *options, "--valid-every", "4"]) == 0
     captured = capsys.readouterr()
-    made = tokens.read_folder(out)
+    made = tokens.read_token_folder(out)
     assert 100_000 <= made.train.count + made.valid.count < 120_000
     assert f"{made.train.count:,} for train" in captured.out and made.checksum() in captured.out
     assert "of 100,000 tokens" in captured.err
@@ -45,11 +47,9 @@ def test_existing_folder_needs_force(tmp_path, text, capsys):
 
 
 def test_offline_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
-    def fail():
-        raise FetchError("no answer")
-
-    monkeypatch.setattr(documents, "check_online", fail)
-    monkeypatch.setattr(documents, "import_extra", lambda name: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
+    monkeypatch.setattr(download, "_answers", lambda url, timeout: False)
     options = [str(tmp_path / "out"), "--from", "fineweb-edu", "--tokenizer", "bytes"]
     assert cli.main(["data", "tokens", *options]) == 2
     err = capsys.readouterr().err

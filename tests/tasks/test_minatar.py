@@ -1,3 +1,4 @@
+import math
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from celo2.tasks import rollout
-from celo2.tasks.rollout import Samples
+from celo2 import routing, rule
+from celo2.tasks import minatar
+from celo2.tasks.minatar import Samples
 from conftest import run_python
 
 
@@ -22,27 +24,27 @@ class Row(NamedTuple):
 
 
 def play_randomly(game, steps):
-    """The tables after random actions, and the rows on the way there."""
-    tables = rollout.start(game, jax.random.key(0), 4)
-    tables, rows = _play(game.environment, game.actions, steps, game.settings, tables)
-    return tables, Row(*map(np.asarray, rows))
+    """The games after random actions, and the rows on the way there."""
+    games = minatar.start_games(game, jax.random.key(0), 4)
+    games, rows = _play(game.environment, game.actions, steps, game.settings, games)
+    return games, Row(*map(np.asarray, rows))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _play(environment, actions, steps, settings, tables):
-    game = rollout.Game(environment, settings, 400, actions)
+def _play(environment, actions, steps, settings, games):
+    game = minatar.Game(environment, settings, 400, actions)
 
-    def act(tables, key):
+    def act(games, key):
         action = jax.random.randint(key, (4,), 0, actions)
-        tables, reward, done = rollout.advance(game, tables, action, key)
-        return tables, (reward, done, tables.score, tables.game.time)
+        games, reward, done = minatar.advance_games(game, games, action, key)
+        return games, (reward, done, games.score, games.state.time)
 
-    return jax.lax.scan(act, tables, jax.random.split(jax.random.key(1), steps))
+    return jax.lax.scan(act, games, jax.random.split(jax.random.key(1), steps))
 
 
 @pytest.fixture(scope="module")
 def breakout():
-    return rollout.load_game("breakout")
+    return minatar.load_game("breakout")
 
 
 def test_advantages_are_those_of_a_plain_loop():
@@ -63,12 +65,12 @@ def test_advantages_are_those_of_a_plain_loop():
                 weight *= 0.9 * 0.7
     single = [x.astype(np.float32) for x in (value, reward, last)]
     samples = Samples(None, None, None, single[0], single[1], done)
-    got = rollout.advantages(samples, single[2], discount=0.9, trace=0.7)
+    got = minatar.advantage_estimates(samples, single[2], discount=0.9, trace=0.7)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_scores_are_kept_by_episode_and_ended_games_begin_anew(breakout):
-    tables, rows = play_randomly(breakout, 120)
+    games, rows = play_randomly(breakout, 120)
     score, latest, episodes = np.zeros(4), np.zeros(4), np.zeros(4)
     for t in range(120):
         score += rows.reward[t]
@@ -76,8 +78,8 @@ def test_scores_are_kept_by_episode_and_ended_games_begin_anew(breakout):
         score = np.where(rows.done[t], 0, score)
         np.testing.assert_array_equal(rows.score[t], score)
         np.testing.assert_array_equal(rows.time[t] == 0, rows.done[t])
-    np.testing.assert_array_equal(tables.latest, latest)
-    np.testing.assert_array_equal(tables.episodes, episodes)
+    np.testing.assert_array_equal(games.latest, latest)
+    np.testing.assert_array_equal(games.episodes, episodes)
     assert episodes.min() > 1 and latest.max() > 0
 
 
@@ -88,18 +90,34 @@ def test_episode_ends_when_its_time_is_up(breakout):
 
 
 def test_return_leaves_out_games_without_a_finished_episode(breakout):
-    tables = rollout.start(breakout, jax.random.key(0), 3)
-    assert float(rollout.mean_return(tables)) == 0
-    tables = tables._replace(latest=jnp.array([2.0, 0.0, 5.0]), episodes=jnp.array([1, 0, 3]))
-    assert float(rollout.mean_return(tables)) == 3.5
+    games = minatar.start_games(breakout, jax.random.key(0), 3)
+    assert float(minatar.mean_return(games)) == 0
+    games = games._replace(latest=jnp.array([2.0, 0.0, 5.0]), episodes=jnp.array([1, 0, 3]))
+    assert float(minatar.mean_return(games)) == 3.5
 
 
 def test_without_gymnax_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(ImportError, match=r"freeway needs gymnax.*pip install 'celo2\[rl\]'"):
-        rollout.load_game("freeway")
+        minatar.load_game("freeway")
 
 
 def test_importing_the_tasks_does_not_import_gymnax():
     code = "import sys, celo2.tasks; print('gymnax' in sys.modules)"
     assert run_python(code, devices=1).strip() == "False"
+
+
+def test_names_send_hidden_matrices_to_the_rule_and_the_rest_to_adam():
+    params = jax.eval_shape(lambda key: minatar.init_actor_critic(key, 400, 5), jax.random.key(0))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = [key.key for key in path]
+        expected = "rule" if names[1:] in (["layer_0", "kernel"], ["layer_1", "kernel"]) else "adam"
+        assert routing.route("/".join(names), leaf.shape, rule.CELO2).updater == expected, names
+
+
+def test_first_policy_is_nearly_uniform():
+    params = minatar.init_actor_critic(jax.random.key(0), 400, 5)
+    seen = jax.random.bernoulli(jax.random.key(1), 0.1, (16, 400)).astype(jnp.float32)
+    np.testing.assert_allclose(jax.nn.softmax(minatar.policy_logits(params, seen)), 0.2, atol=0.01)
+    singular = np.linalg.svd(params["critic"]["layer_0"]["kernel"], compute_uv=False)
+    np.testing.assert_allclose(singular, math.sqrt(2), rtol=1e-4)

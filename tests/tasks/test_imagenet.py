@@ -4,12 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from celo2.tasks import TASKS, imagefolder, imagestream
-from celo2.tasks.augment import Crop
-from celo2.tasks.classify import streamed_vit
-from celo2.tasks.images import to_signed
-from celo2.tasks.stream import Part
-from celo2.tasks.vit import ViTConfig
+from celo2.tasks import TASKS, Part, ViTConfig
+from celo2.tasks.imagenet import Record, decode_image, image_stream, load_image_files, streamed_vit
+from celo2.tasks.images import Crop, to_signed
 
 pytest.importorskip("grain")
 Image = pytest.importorskip("PIL.Image")
@@ -40,7 +37,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def stream(data):
-    return imagestream.stream(imagefolder.find(data), BATCH, SIDE)
+    return image_stream(load_image_files(data), BATCH, SIDE)
 
 
 def take(stream, count, split="train", seed=0, first=0, part=None):
@@ -111,13 +108,13 @@ def test_crop_shows_its_part_and_the_flip_mirrors_it(tmp_path):
     pixels[:20, 20:] = (255, 0, 0)  # the upper right quarter
     pixels[:20, :20] = (0, 255, 0)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    record = imagefolder.Record("a", (tmp_path / "a.png").read_bytes(), 0)
+    record = Record("a", (tmp_path / "a.png").read_bytes(), 0)
     quarter = Crop(0.5, 0.0, 0.5, 0.5, False)
     # Smoothing reaches a little across the crop's edges.
-    np.testing.assert_array_equal(imagestream.decode(record, quarter, SIDE)[:-1, 1:, 0], 255)
+    np.testing.assert_array_equal(decode_image(record, quarter, SIDE)[:-1, 1:, 0], 255)
     top = Crop(0.0, 0.0, 1.0, 0.5, False)
-    whole = imagestream.decode(record, top, SIDE)
-    mirrored = imagestream.decode(record, top._replace(flip=True), SIDE)
+    whole = decode_image(record, top, SIDE)
+    mirrored = decode_image(record, top._replace(flip=True), SIDE)
     assert whole[0, 0, 1] == 255 and mirrored[0, 0, 0] == 255
     np.testing.assert_array_equal(whole[:, ::-1], mirrored)
 
@@ -130,19 +127,19 @@ def test_broken_image_is_named(data, content):
         Image.fromarray(noise).save(path)
         content = path.read_bytes()[:-100]
     path.write_bytes(content)
-    stream = imagestream.stream(imagefolder.find(data), BATCH, SIDE)
+    stream = image_stream(load_image_files(data), BATCH, SIDE)
     with pytest.raises(ValueError, match=r"val.dog.0\.png is not a readable image"):
         take(stream, 1, "valid")
 
 
 def test_checksum_sees_a_name_and_a_size(data):
-    before = imagefolder.find(data).checksum
-    assert imagefolder.find(data).checksum == before
+    before = load_image_files(data).checksum
+    assert load_image_files(data).checksum == before
     first = data / "imagenet" / "train" / "cat" / "0.png"
     first.rename(first.with_name("9.png"))
-    renamed = imagefolder.find(data).checksum
+    renamed = load_image_files(data).checksum
     (data / "imagenet" / "train" / "cat" / "9.png").write_bytes(b"another size")
-    assert len({before, renamed, imagefolder.find(data).checksum}) == 3
+    assert len({before, renamed, load_image_files(data).checksum}) == 3
 
 
 def test_absent_images_error_says_how_to_get_them(tmp_path):
@@ -155,20 +152,20 @@ def test_absent_images_error_says_how_to_get_them(tmp_path):
 def test_unsorted_or_unequal_folders_are_refused(data):
     (data / "imagenet" / "val" / "yak").mkdir()
     with pytest.raises(ValueError, match="3 class folders .* 4; in one only: yak"):
-        imagefolder.find(data)
+        load_image_files(data)
     (data / "imagenet" / "train" / "yak").mkdir()
     with pytest.raises(ValueError, match="yak has no image files"):
-        imagefolder.find(data)
+        load_image_files(data)
     flat = data / "flat"
     for half in ("train", "val"):
         save(flat / "imagenet" / half / "0.png")
     with pytest.raises(ValueError, match="train has no class folders"):
-        imagefolder.find(flat)
+        load_image_files(flat)
 
 
 def test_saved_dataset_gives_the_same_batches_as_a_folder(data, stream):
     datasets = pytest.importorskip("datasets")
-    found = imagefolder.find(data)
+    found = load_image_files(data)
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLOURS))}
     )
@@ -182,9 +179,9 @@ def test_saved_dataset_gives_the_same_batches_as_a_folder(data, stream):
         for name, records in (("train", found.train), ("validation", found.valid))
     }
     datasets.DatasetDict(splits).save_to_disk(str(data / "saved" / "imagenet"))
-    saved = imagefolder.find(data / "saved")
+    saved = load_image_files(data / "saved")
     assert saved.classes == found.classes and saved.checksum != found.checksum
-    theirs = imagestream.stream(saved, BATCH, SIDE)
+    theirs = image_stream(saved, BATCH, SIDE)
     for split in ("train", "valid"):
         assert_equal(take(stream, 3, split), take(theirs, 3, split))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from celo2 import routing, rule
-from celo2.tasks import convnet, layers, lm, mlp, transformer, vit
+from celo2.tasks import networks
 
-CONFIG = lm.CONFIGS["tiny"]
+CONFIG = networks.LANGUAGE_MODELS["tiny"]
 
 
 def leaves(init, config):
@@ -25,16 +25,16 @@ def count(init, config, under=""):
 @pytest.fixture(scope="module")
 def language_model():
     """The tiny language model's logits as a compiled function of tokens [2, T]."""
-    params = jax.jit(lambda key: lm.init(key, CONFIG))(jax.random.key(0))
-    return jax.jit(lambda tokens: lm.logits(params, CONFIG, tokens))
+    params = jax.jit(lambda key: networks.init_lm(key, CONFIG))(jax.random.key(0))
+    return jax.jit(lambda tokens: networks.lm_logits(params, CONFIG, tokens))
 
 
 def test_meta_training_mlp_has_2410_parameters():
-    assert count(mlp.init, mlp.SIZES) == 2410
+    assert count(networks.init_mlp, networks.MLP_SIZES) == 2410
 
 
 def test_mlp_weights_are_cut_normals_of_unit_variance_per_input():
-    params = mlp.init(jax.random.key(0), (400, 300, 10))
+    params = networks.init_mlp(jax.random.key(0), (400, 300, 10))
     drawn = np.asarray(params["layer_0"]["kernel"]) * math.sqrt(400)
     # A standard normal cut at ±2 and not rescaled has a standard deviation of 0.8796.
     assert drawn.std() == pytest.approx(0.8796, abs=0.005)
@@ -43,12 +43,12 @@ def test_mlp_weights_are_cut_normals_of_unit_variance_per_input():
 
 
 def test_convolution_weights_count_all_taps_as_inputs():
-    kernel = layers.truncated_normal(jax.random.key(0), (3, 3, 64, 128))
+    kernel = networks.truncated_normal(jax.random.key(0), (3, 3, 64, 128))
     assert float(kernel.std()) == pytest.approx(0.8796 / math.sqrt(9 * 64), rel=0.02)
 
 
 def test_xavier_bound_and_variance():
-    kernel = np.asarray(layers.xavier_uniform(jax.random.key(0), (200, 400)))
+    kernel = np.asarray(networks.xavier_uniform(jax.random.key(0), (200, 400)))
     bound = math.sqrt(6 / 600)
     assert 0.999 * bound < np.abs(kernel).max() <= bound
     assert kernel.var() == pytest.approx(2 / 600, rel=0.02)
@@ -59,7 +59,7 @@ def test_cross_entropy_is_the_negative_log_likelihood():
     labels = np.random.RandomState(1).randint(0, 7, (3, 4)).astype(np.int32)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(p, labels[..., None], -1)).mean()
-    assert float(layers.cross_entropy(logits, labels)) == pytest.approx(expected, rel=1e-5)
+    assert float(networks.cross_entropy(logits, labels)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_future_tokens_do_not_change_past_logits(language_model):
@@ -78,7 +78,7 @@ def test_language_model_knows_the_order_of_the_past(language_model):
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 2, 32)) for i in range(2))
-    turned_q, turned_k = (transformer.rotate(jnp.tile(x, (1, 12, 1, 1))) for x in (q, k))
+    turned_q, turned_k = (networks.rotate(jnp.tile(x, (1, 12, 1, 1))) for x in (q, k))
     products = np.asarray(jnp.einsum("btnh,bsnh->nts", turned_q, turned_k))
     np.testing.assert_allclose(
         np.linalg.norm(turned_q, axis=-1)[0, 7], np.linalg.norm(q, axis=-1)[0, 0], rtol=1e-5
@@ -89,17 +89,17 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 
 def test_half_precision_knows_every_position():
     x = jnp.ones((1, 2048, 1, 32))
-    whole = np.asarray(transformer.rotate(x))
-    half = transformer.rotate(x.astype(jnp.bfloat16))
+    whole = np.asarray(networks.rotate(x))
+    half = networks.rotate(x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(half, np.float32), whole, atol=0.02)
 
 
 def test_queries_and_keys_are_normalised():
-    block = transformer.init_block(jax.random.key(0), 64)["attention"]
+    block = networks.init_block(jax.random.key(0), 64)["attention"]
     x = jax.random.normal(jax.random.key(1), (1, 6, 64))
     scaled = block | {name: {"kernel": 50 * block[name]["kernel"]} for name in "qk"}
-    attention = jax.jit(lambda params: transformer.attention(params, x, 32, causal=True))
+    attention = jax.jit(lambda params: networks.attention(params, x, 32, causal=True))
     outputs = [attention(params) for params in (block, scaled)]
     np.testing.assert_allclose(*outputs, atol=1e-4)
 
@@ -108,35 +108,39 @@ def test_queries_and_keys_are_normalised():
     ("name", "blocks"), [("lm30m", 10_616_832), ("gpt2", 84_934_656), ("gpt3xl", 1_207_959_552)]
 )
 def test_paper_sizes_have_the_papers_block_parameters(name, blocks):
-    config = lm.CONFIGS[name]
+    config = networks.LANGUAGE_MODELS[name]
     assert config.width // config.head_width in (3, 6, 16)
-    assert count(lm.init, config) == blocks + 2 * lm.GPT2_VOCAB * config.width
+    assert count(networks.init_lm, config) == blocks + 2 * networks.GPT2_VOCAB * config.width
 
 
 def test_vit_b16_has_85_million_parameters_in_blocks():
-    assert count(vit.init, vit.CONFIGS["b16"], under="blocks") == 84_934_656
-    assert count(vit.init, vit.CONFIGS["b16"], under="position") == 256 * 768
+    assert (
+        count(networks.init_vit, networks.VISION_TRANSFORMERS["b16"], under="blocks") == 84_934_656
+    )
+    assert (
+        count(networks.init_vit, networks.VISION_TRANSFORMERS["b16"], under="position") == 256 * 768
+    )
 
 
 def test_patches_are_cut_in_reading_order():
     image = jnp.arange(32.0).reshape(1, 4, 4, 2)
-    patches = np.asarray(vit.split_patches(image, 2))
+    patches = np.asarray(networks.split_patches(image, 2))
     assert patches.shape == (1, 4, 8)
     np.testing.assert_array_equal(patches[0, 1], image[0, :2, 2:].reshape(-1))
 
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match="head_width=48 must be even and divide width=64"):
-        lm.LMConfig(64, 2, 48, 64)
+        networks.LMConfig(64, 2, 48, 64)
     with pytest.raises(ValueError, match="patch=3 must divide side=8"):
-        vit.ViTConfig(patch=3)
+        networks.ViTConfig(patch=3)
 
 
 MODELS = {
-    "mlp": (mlp.init, mlp.SIZES),
-    "convnet": (convnet.init, convnet.CONFIGS["tiny"]),
-    "lm": (lm.init, CONFIG),
-    "vit": (vit.init, vit.CONFIGS["tiny"]),
+    "mlp": (networks.init_mlp, networks.MLP_SIZES),
+    "convnet": (networks.init_convnet, networks.CONVNETS["tiny"]),
+    "lm": (networks.init_lm, CONFIG),
+    "vit": (networks.init_vit, networks.VISION_TRANSFORMERS["tiny"]),
 }
 
 

@@ -7,9 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from celo2.tasks import fetch as fetching
-from celo2.tasks import images
-from celo2.tasks.shrink import shrink
+from celo2.tasks import download, images
+from celo2.tasks.download import area_average, area_weights, shrink
+from conftest import data_folder
 
 SIZES = {"train": 25, "test": 10}
 
@@ -37,24 +37,26 @@ def hub(monkeypatch):
 
     def load_dataset(repository, config=None, *, split):
         module.calls.append((repository, config, split))
-        name = next(n for n, s in fetching.SOURCES.items() if s.repository == repository)
+        name = next(n for n, s in download.SOURCES.items() if s.repository == repository)
         shape = images.FULL_SHAPES[name]
-        column = fetching.SOURCES[name].column
+        column = download.SOURCES[name].column
         return StandInDataset(column, shape, SIZES[split], seed=len(split))
 
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(fetching, "_answers", lambda url, timeout: True)
-    monkeypatch.setattr(fetching, "CHUNK", 8)
-    for name, source in fetching.SOURCES.items():
-        monkeypatch.setitem(fetching.SOURCES, name, source._replace(**SIZES))
+    monkeypatch.setattr(download, "_answers", lambda url, timeout: True)
+    monkeypatch.setattr(download, "CHUNK", 8)
+    for name, source in download.SOURCES.items():
+        monkeypatch.setitem(download.SOURCES, name, source._replace(**SIZES))
     return module
 
 
 def test_fetched_files_load_and_agree_with_their_source(hub, tmp_path):
-    digests = fetching.fetch(tmp_path / "new" / "data", full=True)
-    for name in images.NAMES:
-        small, full = (images.load(name, tmp_path / "new" / "data", s) for s in ("8x8", "full"))
+    digests = download.fetch(tmp_path / "new" / "data", full=True)
+    for name in images.IMAGE_SETS:
+        small, full = (
+            images.load_images(name, tmp_path / "new" / "data", s) for s in ("8x8", "full")
+        )
         source = StandInDataset("", images.FULL_SHAPES[name], 25, seed=len("train"))
         np.testing.assert_array_equal(full.train_x, source.images)
         np.testing.assert_array_equal(full.train_y, source.labels)
@@ -65,44 +67,44 @@ def test_fetched_files_load_and_agree_with_their_source(hub, tmp_path):
 
 
 def test_manifest_keeps_origin_shapes_and_digest(hub, tmp_path):
-    fetching.fetch(tmp_path, ["mnist"])
-    fetching.fetch(tmp_path, ["svhn"])
+    download.fetch(tmp_path, ["mnist"])
+    download.fetch(tmp_path, ["svhn"])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest.keys() == {"mnist_8x8.npz", "svhn_8x8.npz"}
     entry = manifest["mnist_8x8.npz"]
     assert entry["repository"] == "ylecun/mnist"
     assert entry["shapes"]["train_x"] == [25, 8, 8]
-    assert entry["sha256"] == images.load("mnist", tmp_path).checksum()
+    assert entry["sha256"] == images.load_images("mnist", tmp_path).checksum()
 
 
 def test_progress_rises_to_the_total(hub, tmp_path):
     rows = []
-    fetching.fetch(tmp_path, ["mnist"], report=rows.append)
+    download.fetch(tmp_path, ["mnist"], report=rows.append)
     assert [row.done for row in rows] == sorted(row.done for row in rows)
     assert rows[0].state == "converting" and rows[0].done == 8
-    assert rows[-1] == fetching.Progress("mnist", "written", 35, 35)
+    assert rows[-1] == download.FetchProgress("mnist", "written", 35, 35)
 
 
 def test_good_files_are_kept_and_damaged_ones_fetched_again(hub, tmp_path):
-    first = fetching.fetch(tmp_path, ["mnist"])
+    first = download.fetch(tmp_path, ["mnist"])
     hub.calls.clear()
-    assert fetching.fetch(tmp_path, ["mnist"]) == first
+    assert download.fetch(tmp_path, ["mnist"]) == first
     assert hub.calls == []
     path = tmp_path / "mnist_8x8.npz"
     path.write_bytes(path.read_bytes()[:200])
-    assert fetching.fetch(tmp_path, ["mnist"]) == first
+    assert download.fetch(tmp_path, ["mnist"]) == first
     assert len(hub.calls) == 2
-    assert len(fetching.fetch(tmp_path, ["mnist"], force=True)) == 1
+    assert len(download.fetch(tmp_path, ["mnist"], force=True)) == 1
     assert len(hub.calls) == 4
 
 
 def test_file_that_differs_from_the_manifest_is_fetched_again(hub, tmp_path):
-    first = fetching.fetch(tmp_path, ["mnist"])
-    other = images.load("mnist", tmp_path)._asdict()
+    first = download.fetch(tmp_path, ["mnist"])
+    other = images.load_images("mnist", tmp_path)._asdict()
     other["test_x"][0, 0, 0] ^= 1
     np.savez(tmp_path / "mnist_8x8.npz", **{name: other[name] for name in images.ARRAYS})
-    assert fetching.fetch(tmp_path, ["mnist"]) == first
-    assert images.load("mnist", tmp_path).checksum() == first["mnist_8x8.npz"]
+    assert download.fetch(tmp_path, ["mnist"]) == first
+    assert images.load_images("mnist", tmp_path).checksum() == first["mnist_8x8.npz"]
 
 
 def test_failing_download_leaves_nothing(hub, tmp_path):
@@ -114,8 +116,8 @@ def test_failing_download_leaves_nothing(hub, tmp_path):
         return load(repository, config, split=split)
 
     hub.load_dataset = fail_on_test
-    with pytest.raises(fetching.FetchError, match="mnist .*test.* could not be read.*line is down"):
-        fetching.fetch(tmp_path, ["mnist"])
+    with pytest.raises(download.FetchError, match="mnist .*test.* could not be read.*line is down"):
+        download.fetch(tmp_path, ["mnist"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,33 +128,33 @@ def test_interrupted_write_leaves_nothing(hub, tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez_compressed", stop)
     with pytest.raises(KeyboardInterrupt):
-        fetching.fetch(tmp_path, ["mnist"])
+        download.fetch(tmp_path, ["mnist"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_incomplete_dataset_is_refused(hub, tmp_path, monkeypatch):
-    monkeypatch.setitem(fetching.SOURCES, "mnist", fetching.SOURCES["mnist"]._replace(train=60_000))
-    with pytest.raises(fetching.FetchError, match="25 train images instead of 60000"):
-        fetching.fetch(tmp_path, ["mnist"])
+    monkeypatch.setitem(download.SOURCES, "mnist", download.SOURCES["mnist"]._replace(train=60_000))
+    with pytest.raises(download.FetchError, match="25 train images instead of 60000"):
+        download.fetch(tmp_path, ["mnist"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_default_folder_is_the_cache(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("CELO2_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fetching.fetch(names=["mnist"])
-    assert images.load("mnist").source == str(tmp_path / "celo2" / "data" / "mnist_8x8.npz")
+    download.fetch(names=["mnist"])
+    assert images.load_images("mnist").source == str(tmp_path / "celo2" / "data" / "mnist_8x8.npz")
 
 
 def test_unknown_name_is_refused_before_anything_else(tmp_path):
     with pytest.raises(ValueError, match="'digits' is not one of mnist"):
-        fetching.fetch(tmp_path, ["digits"])
+        download.fetch(tmp_path, ["digits"])
 
 
 def test_missing_library_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(fetching.FetchError, match=r"pip install celo2\[data\]"):
-        fetching.fetch(tmp_path, ["mnist"])
+    with pytest.raises(ImportError, match=r'needs datasets: pip install "celo2\[data\]"'):
+        download.fetch(tmp_path, ["mnist"])
 
 
 def test_silent_endpoint_is_given_up_quickly(monkeypatch):
@@ -164,8 +166,9 @@ def test_silent_endpoint_is_given_up_quickly(monkeypatch):
         server.listen()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         start = time.monotonic()
-        with pytest.raises(fetching.FetchError, match="does not answer.*HF_HUB_OFFLINE=1.*digits"):
-            fetching.check_online(timeout=0.3)
+        with pytest.raises(download.FetchError, match="does not answer.*HF_HUB_OFFLINE=1.*digits"):
+            with download.hub_access("mnist", download.OFFLINE_IMAGES, timeout=0.3):
+                raise AssertionError("was entered")
         assert time.monotonic() - start < 3
 
 
@@ -173,9 +176,43 @@ def test_offline_mode_asks_nobody(hub, tmp_path, monkeypatch):
     def no_network(url, timeout):
         raise AssertionError("asked the network")
 
-    monkeypatch.setattr(fetching, "_answers", no_network)
+    monkeypatch.setattr(download, "_answers", no_network)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fetching.fetch(tmp_path, ["mnist"])
+    download.fetch(tmp_path, ["mnist"])
     hub.load_dataset = None  # calling it fails, as a cache without the dataset does
-    with pytest.raises(fetching.FetchError, match="HF_HUB_OFFLINE is set"):
-        fetching.fetch(tmp_path, ["svhn"])
+    with pytest.raises(download.FetchError, match="HF_HUB_OFFLINE is set"):
+        download.fetch(tmp_path, ["svhn"])
+
+
+def test_32_to_8_is_the_block_mean():
+    images = np.random.RandomState(0).randint(0, 256, (5, 32, 32)).astype(np.uint8)
+    blocks = images.reshape(5, 8, 4, 8, 4).astype(float).mean((2, 4))
+    np.testing.assert_array_equal(area_average(images), blocks)
+
+
+def test_28_to_8_counts_cut_pixels_by_half():
+    np.testing.assert_allclose(area_weights(28, 8)[0, :5] * 3.5, [1, 1, 1, 0.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(area_weights(28, 8)[1, 2:8] * 3.5, [0, 0.5, 1, 1, 1, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("side", [8, 9, 28, 32])
+def test_a_plain_image_keeps_its_level(side):
+    np.testing.assert_array_equal(shrink(np.full((2, side, side, 3), 77, np.uint8)), 77)
+
+
+def test_a_half_is_rounded_up():
+    halves = np.zeros((1, 16, 16), np.uint8)
+    halves[:, ::2] = 1  # the mean of every 2×2 block is 0.5
+    np.testing.assert_array_equal(shrink(halves), 1)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_shrinking_reproduces_the_8x8_files(name):
+    folder = data_folder()
+    full, small = (
+        np.load(folder / f"{name}{suffix}.npz", allow_pickle=False) for suffix in ("", "_8x8")
+    )
+    expected = small["test_x"]
+    if "test_index" in full.files:  # a subset of the whole split
+        expected = expected[full["test_index"]]
+    np.testing.assert_array_equal(shrink(full["test_x"]), expected)

@@ -1,0 +1,115 @@
+"""Data files: the folder they are in, how they are opened, written and identified."""
+
+import gzip
+import hashlib
+import importlib
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+ENVIRONMENT = "CELO2_DATA"
+
+OPEN = {".xz": lzma.open, ".gz": gzip.open}
+# How files begin that are no text, and what to do about them.
+UNPACK = "unpack it first"
+SIGNATURES = {
+    b"\x1f\x8b": ("gzip", "end its name in .gz"),
+    b"\xfd7zXZ\0": ("xz", "end its name in .xz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", UNPACK),
+    b"PK\x03\x04": ("zip", UNPACK),
+    b"PAR1": ("parquet", "write its text to a text file or to JSON lines first"),
+}
+
+
+def cache_folder() -> Path:
+    """Where `celo2 data fetch` puts files when no folder is named."""
+    # The XDG specification says to ignore relative paths.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "celo2" / "data"
+
+
+def named_folder(data: str | os.PathLike | None = None) -> Path | None:
+    """The folder given by `data` or else by CELO2_DATA, which need not exist."""
+    given = data if data is not None else os.environ.get(ENVIRONMENT)
+    return Path(given).expanduser() if given else None
+
+
+def data_folder(data: str | os.PathLike | None = None) -> Path:
+    """The folder given by `data`, else by CELO2_DATA, else the cache folder.
+
+    A folder that was named must exist; the cache folder may be missing still.
+    """
+    folder = named_folder(data)
+    if folder is None:
+        return cache_folder()
+    if not folder.is_dir():
+        origin = "data" if data is not None else ENVIRONMENT
+        raise FileNotFoundError(
+            f"{origin}={str(folder)!r} is not a folder: name one that exists, or leave it out to "
+            f"use {cache_folder()} and the embedded datasets."
+        )
+    return folder
+
+
+def array_checksum(arrays: Iterable[np.ndarray]) -> str:
+    """The SHA-256 of the arrays' bytes, one after the other."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the file is compressed, by its name."""
+    return path.suffix.lower() in OPEN
+
+
+@contextmanager
+def open_text(path: Path, mode: str = "rb", **options: Any) -> Iterator[Any]:
+    """The file, decompressed if its name ends so; damage and other formats are ValueErrors."""
+    opener: Any = OPEN.get(path.suffix.lower())
+    if opener is None:
+        _check_plain(path)
+        opener = open
+    try:
+        with opener(path, mode, **options) as file:
+            yield file
+    except (lzma.LZMAError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{str(path)!r} is not a whole {path.suffix} file: {error}.") from error
+
+
+def _check_plain(path: Path) -> None:
+    """Raises a ValueError if the file begins as one does that is no text."""
+    with open(path, "rb") as file:
+        start = file.read(max(map(len, SIGNATURES)))
+    for signature, (kind, way_out) in SIGNATURES.items():
+        if start.startswith(signature):
+            raise ValueError(f"{str(path)!r} begins as a {kind} file, not as a text: {way_out}.")
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Makes the file of what `write` writes: it appears complete or not at all."""
+    # A rename within a folder is atomic: a reader sees the old file or the new one.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def import_extra(name: str, extra: str = "data") -> Any:
+    """The library `name`, which the extra of ours installs and few commands need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f'This needs {name}: pip install "celo2[{extra}]".') from error
