@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 
 Weights = Mapping[str, np.ndarray]
 

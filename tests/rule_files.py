@@ -7,7 +7,7 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 
-from celo2 import encoding
+from celo2 import rulefile
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, feature_width, initial_weights
 
 REPOSITORY = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def published(config=CELO2, **changes):
     return msgpack.packb({"ff_mod_stack": {"~": arrays}}, default=pack)
 
 
-FILE = encoding.to_bytes(make_rule())
+FILE = rulefile.to_bytes(make_rule())
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import celo2
-from celo2 import cli, encoding, hub, weights
+from celo2 import cli, rulefile
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Rule, initial_weights
 from rule_files import published
 
@@ -54,7 +54,7 @@ def test_info_as_json_has_every_fact(rule_file, capsys):
     assert facts["config"]["momentum_decays"] == [0.9, 0.99, 0.999]
     assert facts["parameters"] == 347
     assert facts["origin"] == RULE.origin
-    assert facts["sha256"] == encoding.digest(RULE)
+    assert facts["sha256"] == rulefile.digest(RULE)
     with open(rule_file, "rb") as file:
         assert facts["bytes"] == len(file.read())
     assert list(facts["feature_norms"]) == [feature.name for feature in FEATURES]
@@ -67,7 +67,7 @@ def test_info_as_json_has_every_fact(rule_file, capsys):
 def test_info_as_table_shows_the_facts_and_no_terminal_codes(rule_file, capsys):
     assert cli.main(["info", rule_file]) == 0
     out = capsys.readouterr().out
-    for text in ("347", "orthogonalize", "factored_momentum", encoding.digest(RULE), "hand"):
+    for text in ("347", "orthogonalize", "factored_momentum", rulefile.digest(RULE), "hand"):
         assert text in out
     assert all(line.isprintable() for line in out.splitlines())
 
@@ -75,11 +75,13 @@ def test_info_as_table_shows_the_facts_and_no_terminal_codes(rule_file, capsys):
 def test_push_sends_the_rule_and_a_card(rule_file, monkeypatch, capsys):
     sent = {}
     monkeypatch.setattr(
-        hub, "push", lambda repo, files, private: sent.update(repo=repo, files=files, p=private)
+        rulefile,
+        "push",
+        lambda repo, files, private: sent.update(repo=repo, files=files, p=private),
     )
     assert cli.main(["push", rule_file, "ada/rules", "--private"]) == 0
     assert (sent["repo"], sent["p"]) == ("ada/rules", True)
-    assert sent["files"]["rule.safetensors"] == encoding.to_bytes(RULE)
+    assert sent["files"]["rule.safetensors"] == rulefile.to_bytes(RULE)
     assert 'celo2.load("hf://ada/rules")' in sent["files"]["README.md"].decode()
     assert 'celo2.load("hf://ada/rules")' in capsys.readouterr().out
     assert cli.main(["push", rule_file, "ada/rules", "--no-card", "--file", "b.safetensors"]) == 0
@@ -119,7 +121,7 @@ def test_mistakes_in_our_code_are_not_hidden(monkeypatch):
     def broken(rule):
         raise KeyError("bug")
 
-    monkeypatch.setattr(weights, "as_rule", broken)
+    monkeypatch.setattr(rulefile, "as_rule", broken)
     with pytest.raises(KeyError):
         cli.main(["info", "celo2"])
 
@@ -190,7 +192,7 @@ def test_process_status_and_a_reader_that_leaves(rule_file):
 
 def test_warnings_are_one_line(capsys, monkeypatch, recwarn):
     rule = Rule(CELO2, RULE.weights, {"trained": "no"})
-    monkeypatch.setattr(weights, "_shipped", lambda name: rule)
+    monkeypatch.setattr(rulefile, "_shipped", lambda name: rule)
     assert cli.main(["info", "celo2"]) == 0
     err = capsys.readouterr().err
     assert err.startswith("celo2: warning: The shipped rule 'celo2' is an untrained")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import celo2
-from celo2 import encoding
+from celo2 import rulefile
 from rule_files import (
     FILE,
     edit_array,
@@ -99,7 +99,7 @@ def repeat_first_array(data):
 def test_damaged_file_is_refused_with_the_reason(tmp_path, name):
     damage, message = DAMAGE[name]
     path = tmp_path / "rule.safetensors"
-    path.write_bytes(damage(encoding.to_bytes(make_rule())))
+    path.write_bytes(damage(rulefile.to_bytes(make_rule())))
     with pytest.raises(ValueError, match=message) as caught:
         celo2.load(path)
     assert str(path) in str(caught.value)
@@ -111,10 +111,10 @@ def test_non_finite_weight_is_refused_even_with_a_right_digest(monkeypatch):
     rule.weights["w1"][0, 0] = np.inf
     isfinite = np.isfinite
     monkeypatch.setattr(np, "isfinite", lambda x: np.ones_like(x, bool))
-    data = encoding.to_bytes(rule)
+    data = rulefile.to_bytes(rule)
     monkeypatch.setattr(np, "isfinite", isfinite)
     with pytest.raises(ValueError, match="w1 holds values that are infinite"):
-        encoding.from_bytes(data, "rule")
+        rulefile.from_bytes(data, "rule")
 
 
 flips = st.lists(st.tuples(st.integers(0, len(FILE) - 1), st.integers(1, 255)), max_size=3)
@@ -127,7 +127,7 @@ def test_any_damage_is_noticed(changes, length):
     for position, mask in changes:
         data[position] ^= mask
     try:
-        rule = encoding.from_bytes(bytes(data[:length]), "rule")
+        rule = rulefile.from_bytes(bytes(data[:length]), "rule")
     except ValueError:
         return
     assert same(rule, make_rule())
@@ -144,7 +144,7 @@ def test_any_metadata_is_a_rule_or_a_value_error(value):
         edit_array("w0", shape=value),
     ):
         with pytest.raises(ValueError):
-            encoding.from_bytes(rewrite(FILE, change), "rule")
+            rulefile.from_bytes(rewrite(FILE, change), "rule")
 
 
 def test_absent_file_is_file_not_found(tmp_path):
@@ -165,8 +165,8 @@ def test_folder_and_device_are_refused(tmp_path):
 
 
 def test_oversize_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "_parse", None)
+    monkeypatch.setattr(rulefile, "_parse", None)
     with open(tmp_path / "large.safetensors", "wb") as file:
-        file.truncate(encoding.MAX_FILE + 1)  # a hole: nothing is written
+        file.truncate(rulefile.MAX_FILE + 1)  # a hole: nothing is written
     with pytest.raises(ValueError, match="larger than 64 MB"):
         celo2.load(tmp_path / "large.safetensors")

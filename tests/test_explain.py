@@ -7,7 +7,7 @@ import pytest
 
 from celo2.jax import celo2, explain
 from celo2.jax.trees import leaf_paths
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from celo2.rule import CELO2_BASE
 from rules import make_rule
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import celo2
-from celo2 import encoding, hub
+from celo2 import rulefile
 from celo2.rule import CELO2, Rule, initial_weights
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -48,7 +48,7 @@ def local_hub(tmp_path, monkeypatch):
     stand_in = LocalHub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "HfApi", stand_in)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", stand_in.download)
-    monkeypatch.setattr(hub, "_is_reachable", lambda endpoint: True)
+    monkeypatch.setattr(rulefile, "_is_reachable", lambda endpoint: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return stand_in
 
@@ -64,7 +64,7 @@ def local_hub(tmp_path, monkeypatch):
     ],
 )
 def test_address_is_read_into_its_parts(text, parts):
-    assert hub.parse_address(text) == parts
+    assert rulefile.parse_address(text) == parts
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_address_that_is_none_is_refused(text):
 
 
 def test_pushed_rule_can_be_loaded(local_hub):
-    files = {"rule.safetensors": encoding.to_bytes(RULE), "README.md": b"card"}
-    assert hub.push("ada/rules", files, private=True) == "hf://ada/rules"
+    files = {"rule.safetensors": rulefile.to_bytes(RULE), "README.md": b"card"}
+    assert rulefile.push("ada/rules", files, private=True) == "hf://ada/rules"
     loaded = celo2.load("hf://ada/rules@v1")
     assert loaded.origin == RULE.origin
     assert all(np.array_equal(loaded.weights[n], w) for n, w in RULE.weights.items())
@@ -98,7 +98,7 @@ def test_pushed_rule_can_be_loaded(local_hub):
 
 
 def test_damaged_rule_on_the_hub_is_refused_by_its_address(local_hub):
-    hub.push("ada/rules", {"sub/x.safetensors": encoding.to_bytes(RULE)[:-1]})
+    rulefile.push("ada/rules", {"sub/x.safetensors": rulefile.to_bytes(RULE)[:-1]})
     with pytest.raises(ValueError, match="hf://ada/rules/sub/x.safetensors is not a usable rule"):
         celo2.load("hf://ada/rules/sub/x.safetensors")
 
@@ -106,34 +106,34 @@ def test_damaged_rule_on_the_hub_is_refused_by_its_address(local_hub):
 @pytest.mark.parametrize("repo", ["rules", "ada/rules/x", "ada/rules@v1", "hf://ada/rules", ""])
 def test_push_needs_a_repository(local_hub, repo):
     with pytest.raises(ValueError, match="hub|repository"):
-        hub.push(repo, {})
+        rulefile.push(repo, {})
     assert local_hub.calls == []
 
 
 def test_model_card_says_how_to_load_and_what_it_is():
-    card = hub.model_card(RULE, "hf://ada/rules", encoding.digest(RULE))
+    card = rulefile.model_card(RULE, "hf://ada/rules", rulefile.digest(RULE))
     assert 'celo2.load("hf://ada/rules")' in card
     facts = json.loads(card.split("```json\n")[1].split("```")[0])
     assert facts["config"]["hidden"] == [8, 8]
     assert facts["origin"] == {"trained": "by hand"}
-    assert facts["sha256"] == encoding.digest(RULE)
+    assert facts["sha256"] == rulefile.digest(RULE)
 
 
 def test_offline_wish_is_honoured_without_touching_the_network(local_hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub, "_is_reachable", lambda endpoint: pytest.fail("asked the network"))
+    monkeypatch.setattr(rulefile, "_is_reachable", lambda _: pytest.fail("asked the network"))
     with pytest.raises(FileNotFoundError, match="hf://ada/rules.*HF_HUB_OFFLINE.*give its path"):
         celo2.load("hf://ada/rules")
     assert local_hub.calls == [("download", "ada/rules", "rule.safetensors", None, True)]
     with pytest.raises(ConnectionError, match="ada/rules.*HF_HUB_OFFLINE"):
-        hub.push("ada/rules", {})
+        rulefile.push("ada/rules", {})
 
 
 def test_missing_network_is_noticed_quickly(tmp_path, monkeypatch):
     # Port 1 of this machine answers nobody.
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(rulefile, "getproxies", dict)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     start = time.monotonic()
     with pytest.raises(FileNotFoundError, match="hf://ada/rules.*out of reach"):
@@ -156,7 +156,7 @@ def test_other_failures_name_the_place_and_the_way_out(local_hub, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     monkeypatch.setattr(local_hub, "create_commit", fail)
-    for act in (lambda: celo2.load("hf://ada/rules"), lambda: hub.push("ada/rules", {})):
+    for act in (lambda: celo2.load("hf://ada/rules"), lambda: rulefile.push("ada/rules", {})):
         with pytest.raises(OSError, match="ada/rules.*teapot.*hf auth login"):
             act()
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from celo2.jax import celo2, celo2_base, explain, scale_by_celo2
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from rules import SMALL, SMALL_BASE, make_rule, normal_tree, train
 
 RULE = make_rule()

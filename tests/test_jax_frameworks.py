@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from celo2.jax import celo2, explain
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from rules import jit, make_rule, normal_tree, train
 
 RULE = make_rule()

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from celo2.jax import Celo2State, celo2, celo2_base, scale_by_celo2
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from rules import SMALL_BASE, jit, make_rule, normal_tree, train
 
 RULE = make_rule()

@@ -12,7 +12,7 @@ import pytest
 import reference
 import reference_parts
 from celo2.jax import scale_by_celo2
-from celo2.layout import MatrixView, default_view
+from celo2.routing import MatrixView, default_view
 from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig
 from conftest import golden_folder
 from rules import SMALL, jit, make_rule

@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import pickle
+import sys
 
 import msgpack
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celo2 import encoding
 from celo2 import published as published_module
+from celo2 import rulefile
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, initial_weights
 from rule_files import (
     FILE,
@@ -43,7 +44,7 @@ def test_conversion_joins_the_blocks_and_infers_the_widths(tmp_path, config):
     assert rule.config == config
     assert all(np.array_equal(rule.weights[name], expected[name]) for name in expected)
     assert rule.origin["converted_from"] == "theta.state"
-    assert same(encoding.from_bytes(encoding.to_bytes(rule), "rule"), rule)
+    assert same(rulefile.from_bytes(rulefile.to_bytes(rule), "rule"), rule)
 
 
 def test_conversion_joins_chunked_and_wider_arrays(tmp_path):
@@ -137,3 +138,9 @@ def test_published_checkpoint_becomes_the_published_rule():
         assert np.array_equal(rule.weights["w0"], np.concatenate(blocks))
         for name in ("b0", "w1", "b1", "w2", "b2"):
             assert np.array_equal(rule.weights[name], arrays[f"theta/{name}"])
+
+
+def test_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(ImportError, match=r"pip install 'celo2\[convert\]'"):
+        convert(tmp_path, published())

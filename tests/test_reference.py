@@ -9,7 +9,7 @@ import pytest
 
 import reference
 import reference_parts
-from celo2.layout import MatrixView, default_view
+from celo2.routing import MatrixView, default_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, RuleConfig, initial_weights
 from conftest import golden_folder
 

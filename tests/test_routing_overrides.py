@@ -3,8 +3,7 @@
 import optax
 import pytest
 
-from celo2.layout import MatrixView
-from celo2.routing import as_view, check_overrides, route
+from celo2.routing import MatrixView, as_view, check_overrides, route
 from celo2.rule import CELO2
 
 

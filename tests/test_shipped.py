@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import celo2
-from celo2 import weights
+from celo2 import rulefile
 from celo2.rule import CELO2, CELO2_BASE
 from rule_files import make_rule, same
 
@@ -23,13 +23,13 @@ def test_shipped_rule_has_its_config_and_was_meta_trained(name, config, least):
 
 def test_untrained_placeholder_warns(monkeypatch):
     rule = make_rule(origin={"trained": "no"})
-    monkeypatch.setattr(weights, "_shipped", lambda name: rule)
+    monkeypatch.setattr(rulefile, "_shipped", lambda name: rule)
     with pytest.warns(UserWarning, match="'celo2' is an untrained placeholder"):
         celo2.pretrained("celo2")
 
 
 def test_trained_rule_does_not_warn(monkeypatch):
-    monkeypatch.setattr(weights, "_shipped", lambda name: make_rule())
+    monkeypatch.setattr(rulefile, "_shipped", lambda name: make_rule())
     assert same(celo2.pretrained("celo2"), make_rule())
 
 
@@ -41,15 +41,15 @@ def test_unknown_name_is_answered_with_the_names():
 def test_as_rule_takes_rules_names_and_paths(tmp_path, monkeypatch):
     rule = make_rule()
     celo2.save(rule, tmp_path / "rule.safetensors")
-    monkeypatch.setattr(weights, "_shipped", lambda name: make_rule(origin={"name": name}))
-    assert weights.as_rule(rule) is rule
-    assert weights.as_rule("celo2-base").origin == {"name": "celo2-base"}
-    assert same(weights.as_rule(tmp_path / "rule.safetensors"), rule)
-    assert same(weights.as_rule(str(tmp_path / "rule.safetensors")), rule)
+    monkeypatch.setattr(rulefile, "_shipped", lambda name: make_rule(origin={"name": name}))
+    assert rulefile.as_rule(rule) is rule
+    assert rulefile.as_rule("celo2-base").origin == {"name": "celo2-base"}
+    assert same(rulefile.as_rule(tmp_path / "rule.safetensors"), rule)
+    assert same(rulefile.as_rule(str(tmp_path / "rule.safetensors")), rule)
     with pytest.raises(FileNotFoundError, match="shipped rules are celo2, celo2-base"):
-        weights.as_rule("velo")
+        rulefile.as_rule("velo")
     with pytest.raises(TypeError, match="rule=3 is a int; give a Rule, a shipped name"):
-        weights.as_rule(3)
+        rulefile.as_rule(3)
 
 
 def test_import_is_light():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from celo2.constants import LAST_COUNT
+from celo2.rule import LAST_COUNT
 from celo2.torch import Celo2
 from small import SMALL_BASE, make_rule
 

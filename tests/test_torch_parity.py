@@ -11,7 +11,7 @@ from torch import nn
 
 import reference
 import reference_parts
-from celo2.layout import MatrixView, default_view, published_view
+from celo2.routing import MatrixView, default_view, published_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
 from celo2.torch.blocks import blocks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import celo2.jax
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from celo2.torch import Celo2
 from small import SMALL, SMALL_BASE, make_rule
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from celo2.torch import Celo2
 from small import SMALL_BASE, make_rule
 from torch_models import Transformer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from celo2.torch import Celo2
 from small import SMALL, make_rule
 from torch_models import LR, RULE, assert_same, make_model, train

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import celo2
-from celo2 import encoding, weights
+from celo2 import rulefile
 from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig
 from rule_files import (
     ORIGIN,
@@ -51,25 +51,25 @@ def test_jax_and_wider_arrays_are_stored_as_float32():
     rule = make_rule()
     for wider in (jnp.asarray, lambda w: w.astype(np.float64), lambda w: w[..., ::1]):
         other = Rule(CELO2, {name: wider(w) for name, w in rule.weights.items()}, ORIGIN)
-        assert same(encoding.from_bytes(encoding.to_bytes(other), "rule"), rule)
+        assert same(rulefile.from_bytes(rulefile.to_bytes(other), "rule"), rule)
     short = Rule(CELO2, {n: jnp.asarray(w, jnp.bfloat16) for n, w in rule.weights.items()})
-    assert encoding.from_bytes(encoding.to_bytes(short), "rule").weights["w0"].dtype == np.float32
+    assert rulefile.from_bytes(rulefile.to_bytes(short), "rule").weights["w0"].dtype == np.float32
 
 
 def test_equal_rules_make_equal_files_in_another_process():
     code = (
-        "import numpy as np, celo2; from celo2 import encoding; from celo2.rule import *\n"
+        "import numpy as np, celo2; from celo2 import rulefile; from celo2.rule import *\n"
         "rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(1)), {'a': 1})\n"
-        "print(encoding.to_bytes(rule).hex())"
+        "print(rulefile.to_bytes(rule).hex())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == encoding.to_bytes(make_rule(origin={"a": 1})).hex()
+    assert run.stdout.strip() == rulefile.to_bytes(make_rule(origin={"a": 1})).hex()
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_origin_is_preserved_exactly(origin):
-    rule = encoding.from_bytes(encoding.to_bytes(make_rule(origin=origin)), "rule")
+    rule = rulefile.from_bytes(rulefile.to_bytes(make_rule(origin=origin)), "rule")
     assert rule.origin == origin
     assert json.dumps(rule.origin) == json.dumps(origin)  # tells 1 from 1.0 and True, 0.0 from -0.0
 
@@ -80,14 +80,14 @@ def test_origin_is_preserved_exactly(origin):
 )
 def test_origin_that_json_would_change_is_refused(origin):
     with pytest.raises(ValueError, match="origin"):
-        encoding.to_bytes(make_rule(origin=origin))
+        rulefile.to_bytes(make_rule(origin=origin))
 
 
 def test_origin_that_holds_itself_is_refused():
     origin = {}
     origin["self"] = origin
     with pytest.raises(ValueError, match="origin"):
-        encoding.to_bytes(make_rule(origin=origin))
+        rulefile.to_bytes(make_rule(origin=origin))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
@@ -103,14 +103,14 @@ def test_values_that_float32_cannot_hold_are_not_saved(tmp_path, value):
 def test_arrays_that_are_not_floating_point_are_not_saved(dtype):
     bad = {**make_rule().weights, "b1": np.zeros(8, dtype)}
     with pytest.raises(ValueError, match="b1 has dtype"):
-        encoding.to_bytes(Rule(CELO2, bad))
+        rulefile.to_bytes(Rule(CELO2, bad))
 
 
 def test_rules_too_large_to_load_are_not_saved():
     wide = RuleConfig(hidden=(4096, 4096))
     zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes(wide).items()}
     with pytest.raises(ValueError, match="at most"):
-        encoding.to_bytes(Rule(wide, zeros))
+        rulefile.to_bytes(Rule(wide, zeros))
 
 
 def shapes(config):
@@ -126,7 +126,7 @@ def test_failed_save_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch
         raise OSError("disk full")
 
     if broken == "write":
-        monkeypatch.setattr(weights, "to_bytes", lambda rule: "not bytes")
+        monkeypatch.setattr(rulefile, "to_bytes", lambda rule: "not bytes")
     else:
         monkeypatch.setattr(os, broken, fail)
     with pytest.raises((OSError, TypeError)):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import celo2.torch.step
-from celo2.layout import MatrixView
+from celo2.routing import MatrixView
 from celo2.torch import Celo2
 from celo2.torch.tensors import aligned, frame_of
 from small import SMALL, make_rule

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig
-from celo2.weights import load, pretrained, save
+from celo2.rulefile import load, pretrained, save
 
 try:
     __version__ = version("celo2")

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import celo2
-from celo2 import encoding, hub, published, weights
+from celo2 import published, rulefile
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Form, Norm, Rule, Vectors, feature_width
 
 PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
@@ -88,7 +88,7 @@ def convert(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     rule = published.convert(checkpoint, dataclasses.replace(PRESETS[preset], **changes))
-    weights.save(rule, out)
+    rulefile.save(rule, out)
     print(f"{out}: {_count(rule)} parameters, hidden {rule.config.hidden}, preset {preset}")
 
 
@@ -99,12 +99,12 @@ def info(rule: str, json: bool = False) -> None:
         rule: a .safetensors file, a shipped name or an hf:// address.
         json: print one JSON object instead of a table.
     """
-    facts = _facts(weights.as_rule(rule))
+    facts = _facts(rulefile.as_rule(rule))
     print(_as_json(facts) if json else _as_table(facts))
 
 
 def push(
-    rule: str, repo: str, private: bool = False, card: bool = True, file: str = hub.FILE
+    rule: str, repo: str, private: bool = False, card: bool = True, file: str = rulefile.HUB_FILE
 ) -> None:
     """Put a rule on the Hugging Face hub.
 
@@ -115,13 +115,13 @@ def push(
         card: write a README.md too, over the one that is there.
         file: name of the rule's file in the repository.
     """
-    chosen = weights.as_rule(rule)
-    address = hub.PREFIX + repo + ("" if file == hub.FILE else f"/{file}")
-    hub.parse_address(address)
-    files = {file: encoding.to_bytes(chosen)}
+    chosen = rulefile.as_rule(rule)
+    address = rulefile.HUB_PREFIX + repo + ("" if file == rulefile.HUB_FILE else f"/{file}")
+    rulefile.parse_address(address)
+    files = {file: rulefile.to_bytes(chosen)}
     if card:
-        files["README.md"] = hub.model_card(chosen, address, encoding.digest(chosen)).encode()
-    hub.push(repo, files, private=private)
+        files["README.md"] = rulefile.model_card(chosen, address, rulefile.digest(chosen)).encode()
+    rulefile.push(repo, files, private=private)
     print(f'Pushed. Use it with celo2.load("{address}").')
 
 
@@ -219,8 +219,8 @@ def _facts(rule: Rule) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(rule.config),
         "parameters": _count(rule),
-        "bytes": len(encoding.to_bytes(rule)),
-        "sha256": encoding.digest(rule),
+        "bytes": len(rulefile.to_bytes(rule)),
+        "sha256": rulefile.digest(rule),
         "origin": dict(rule.origin),
         "feature_norms": _feature_norms(rule),
     }

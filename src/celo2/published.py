@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from celo2.encoding import float32, printable, unique
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes
-from celo2.weights import read_file
+from celo2.rulefile import float32, printable, read_file, unique
 
 BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
 
@@ -42,8 +41,12 @@ def convert(path: str | os.PathLike[str], config: RuleConfig = CELO2) -> Rule:
 
 
 def _unpack(data: bytes) -> Any:
-    import msgpack  # only conversion needs it
-
+    try:
+        import msgpack  # only conversion needs it
+    except ImportError as error:
+        raise ImportError(
+            "published checkpoints need msgpack: pip install 'celo2[convert]'"
+        ) from error
     limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
     return msgpack.unpackb(
         data,

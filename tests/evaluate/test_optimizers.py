@@ -9,7 +9,7 @@ from celo2.evaluate.config import RunConfig
 from celo2.evaluate.norms import with_norms
 from celo2.evaluate.optimizers import OPTIMIZERS, load_rule, make_optimizer
 from celo2.evaluate.schedules import schedule_shape
-from celo2.weights import pretrained, save
+from celo2.rulefile import pretrained, save
 
 PARAMS = {"hidden": {"kernel": jnp.ones((4, 6))}, "head": {"kernel": jnp.ones((6, 3))}}
 GRADS = jax.tree.map(lambda x: jnp.linspace(0.5, 1.0, x.size).reshape(x.shape), PARAMS)

@@ -12,7 +12,7 @@ from celo2.evaluate import RunConfig, describe, read_recipe
 from celo2.evaluate.dry import stand_in
 from celo2.evaluate.optimizers import load_rule
 from celo2.rule import Form, Norm, Rule, initial_weights
-from celo2.weights import save
+from celo2.rulefile import save
 from conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes"

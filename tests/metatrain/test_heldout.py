@@ -12,10 +12,11 @@ from quadratics import RULE, WEIGHTS, quadratic
 import celo2
 from celo2 import cli
 from celo2.baselines import muon
-from celo2.constants import ADAM_MULTIPLIER
-from celo2.metatrain import heldout, smallconv
-from celo2.rule import Rule
+from celo2.metatrain import heldout
+from celo2.rule import ADAM_MULTIPLIER, Rule
 from celo2.tasks import Task
+from celo2.tasks.images import digits_convnet
+from celo2.tasks.networks import init_patch_convnet, patch_convolution
 from rules import jit, make_rule
 
 GOOD = Rule(RULE, WEIGHTS)
@@ -113,7 +114,7 @@ def test_diverged_run_counts_as_the_worst_loss(offset):
 
 
 def test_muon_takes_what_the_rule_takes():
-    params = smallconv.init(jax.random.key(0))
+    params = init_patch_convnet(jax.random.key(0))
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
     tx = muon(lambda count: 1.0)
     updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
@@ -146,11 +147,11 @@ def test_convolution_by_patches_is_the_convolution(side, stride):
     expected = jax.lax.conv_general_dilated(
         x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    np.testing.assert_allclose(smallconv.convolve(kernel, x, stride), expected, atol=1e-4)
+    np.testing.assert_allclose(patch_convolution(kernel, x, stride), expected, atol=1e-4)
 
 
 def test_digits_convnet_has_four_axis_kernels_and_learns_from_its_gradient():
-    task = smallconv.digits_convnet(batch=16)
+    task = digits_convnet(batch=16)
     params = task.init(jax.random.key(0))
     assert params["conv_1"]["kernel"].shape == (3, 3, 16, 32)
     batch = task.sample(task.data, jax.random.key(1), "train")

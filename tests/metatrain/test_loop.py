@@ -6,7 +6,6 @@ import pytest
 from tiny_runs import TINY, digest, newest, of_kind, run, shared_build, shared_programs, tiny
 
 import celo2
-from celo2.encoding import digest as digest_of
 from celo2.metatrain import (
     metatrain,
     opening,
@@ -15,6 +14,7 @@ from celo2.metatrain.families import load_families
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.loop import next_stop
 from celo2.rule import CELO2, Rule, initial_weights
+from celo2.rulefile import digest as digest_of
 from celo2.runs import records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunRefused

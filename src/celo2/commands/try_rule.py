@@ -5,10 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from celo2 import weights
-from celo2.constants import ADAM_MULTIPLIER
+from celo2 import rulefile
 from celo2.metatrain import heldout
-from celo2.rule import Rule
+from celo2.rule import ADAM_MULTIPLIER, Rule
 
 Results = dict[str, dict[str, Any]]  # by optimizer
 
@@ -36,7 +35,7 @@ def try_rule(
     """
     if not (math.isfinite(adam_multiplier) and adam_multiplier > 0):
         raise ValueError(f"adam_multiplier={adam_multiplier} must be a positive number.")
-    contenders = {rule: weights.as_rule(rule)} | {
+    contenders = {rule: rulefile.as_rule(rule)} | {
         name: name if name in heldout.BASELINES else _other_rule(name)
         for name in _split(against)
         if name != rule
@@ -78,7 +77,7 @@ def run(
 
 def _other_rule(name: str) -> Rule:
     try:
-        return weights.as_rule(name)
+        return rulefile.as_rule(name)
     except FileNotFoundError as error:
         known = ", ".join(heldout.BASELINES)
         raise ValueError(f"{name!r} is none of {known} and no rule: {error}") from error

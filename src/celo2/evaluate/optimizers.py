@@ -6,13 +6,12 @@ from collections.abc import Callable
 import optax
 
 from celo2 import baselines
-from celo2.constants import ADAM_MULTIPLIER
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.variants import VARIANTS, Variant, find_variant
 from celo2.jax import celo2
-from celo2.rule import Rule
+from celo2.rule import ADAM_MULTIPLIER, Rule
+from celo2.rulefile import as_rule
 from celo2.runs.address import import_function
-from celo2.weights import as_rule
 
 OWN = re.compile(r"[\w.]+:\w+")  # module:function
 

@@ -11,9 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from celo2.rulefile import write_whole
 from celo2.runs import records
 from celo2.runs.records import Row
-from celo2.weights import write_whole
 
 KIND = "sweep"
 TRAIN_ROWS = 16  # kept of each run

@@ -22,8 +22,8 @@ from celo2.evaluate.curves import reach
 from celo2.evaluate.notes import but_lost, data_notes, notes
 from celo2.evaluate.plots import FIGURES, write_svg
 from celo2.evaluate.recipe import TEXTS
+from celo2.rulefile import write_whole
 from celo2.runs.records import Row
-from celo2.weights import write_whole
 
 TITLES = {
     "curves": "Best setting of each: training as a line, validation as points",

@@ -7,12 +7,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from celo2.encoding import digest
 from celo2.evaluate.config import RunConfig, run_name
 from celo2.evaluate.find import find
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.recipe import Recipe
 from celo2.evaluate.run import end_row
+from celo2.rulefile import digest
 from celo2.runs.records import Row
 
 State = Literal["waiting", "stopped", "finished", "diverged", "failed"]

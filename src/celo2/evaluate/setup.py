@@ -15,7 +15,6 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from celo2.encoding import digest as digest_rule
 from celo2.evaluate.adapt import accumulated, in_precision
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.feed import place_arrays
@@ -30,6 +29,7 @@ from celo2.evaluate.sharding import (
     parameter_specs,
     spread_batch,
 )
+from celo2.rulefile import digest as digest_rule
 from celo2.runs.digest import digest_arrays, name_arrays
 from celo2.runs.mesh import DATA
 from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from celo2.encoding import digest
 from celo2.evaluate.config import RunConfig, from_fields
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.setup import Setup
+from celo2.rulefile import digest
 from celo2.runs import checkpoint, records
 from celo2.runs.digest import like_tree
 from celo2.runs.fields import differences, to_fields

@@ -18,12 +18,12 @@ from celo2.evaluate.config import RunConfig
 from celo2.evaluate.recipe import Recipe
 from celo2.evaluate.results import Outcome, find_best, name_of, read_outcome
 from celo2.evaluate.run import run
+from celo2.rulefile import write_whole
 from celo2.runs import records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunTaken
 from celo2.runs.processes import is_primary, some_process
 from celo2.runs.records import Row
-from celo2.weights import write_whole
 
 POLL_SECONDS = 1.0
 Stop = Callable[[], bool]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from celo2.constants import ADAM_MULTIPLIER
+from celo2.rule import ADAM_MULTIPLIER
 
 
 class Variant(NamedTuple):

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.constants import ADAM_MULTIPLIER
 from celo2.jax.optimizer import scale_by_celo2
 from celo2.jax.trees import check_leaves, check_overrides_match, leaf_routes
 from celo2.routing import Overrides, Route
-from celo2.rule import Rule, RuleConfig
-from celo2.weights import as_rule
+from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
+from celo2.rulefile import as_rule
 
 ScalarOrSchedule = float | Array | optax.Schedule
 Mask = Any | Callable[[optax.Params], Any]

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import jax
 
-from celo2.explanation import Explanation, Line
 from celo2.jax.alias import Mask, route_all
 from celo2.jax.trees import check_leaves, check_overrides_match, leaf_paths
-from celo2.routing import Overrides
+from celo2.routing import Explanation, Line, Overrides
 from celo2.rule import Rule
-from celo2.weights import as_rule
+from celo2.rulefile import as_rule
 
 
 def explain(

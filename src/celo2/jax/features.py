@@ -5,10 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from celo2.constants import CLIP, FACTORED_EPSILON, RMS_EPSILON
 from celo2.jax.moments import Moments
-from celo2.layout import Axes
-from celo2.rule import RuleConfig, feature_rows
+from celo2.routing import Axes
+from celo2.rule import CLIP, FACTORED_EPSILON, RMS_EPSILON, RuleConfig, feature_rows
 
 
 class Plane(NamedTuple):

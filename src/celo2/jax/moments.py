@@ -10,9 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.constants import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT
-from celo2.layout import MATRIX, Axes
-from celo2.rule import RuleConfig
+from celo2.routing import MATRIX, Axes
+from celo2.rule import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT, RuleConfig
 
 
 class Moments(NamedTuple):
@@ -34,7 +33,7 @@ def init_moments(config: RuleConfig, axes: Axes, param: Array, momentum_dtype=No
     rows, cols = (
         jnp.stack([jnp.sum(zeros, a, keepdims=True)] * decays) for a in (axes.rows, axes.cols)
     )
-    count = jnp.sum(zeros, axes.fate, keepdims=True).astype(jnp.int32)
+    count = jnp.sum(zeros, axes.slice, keepdims=True).astype(jnp.int32)
     return Moments(
         momentum=tuple(
             jnp.zeros_like(zeros, momentum_dtype or jnp.float32) for _ in config.momentum_decays
@@ -62,7 +61,7 @@ def update_moments(
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
     """
-    peak = reduce_in_turn(jnp.max, jnp.abs(grad), axes.fate)  # NaN and Inf come through
+    peak = reduce_in_turn(jnp.max, jnp.abs(grad), axes.slice)  # NaN and Inf come through
     finite = jnp.isfinite(peak) if skip_nonfinite else jnp.ones_like(peak, bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
     grad = clip_gradient(grad)

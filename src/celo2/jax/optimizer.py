@@ -19,10 +19,9 @@ from celo2.jax.moments import (
 from celo2.jax.spread import is_worth_spreading, spread
 from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
 from celo2.jax.update import newton_schulz, propose, settle
-from celo2.layout import Axes, MatrixView, axes_of
-from celo2.routing import Overrides
+from celo2.routing import Axes, MatrixView, Overrides, axes_of
 from celo2.rule import Rule
-from celo2.weights import as_rule
+from celo2.rulefile import as_rule
 
 
 class Celo2State(NamedTuple):
@@ -227,7 +226,7 @@ def _check_shapes(moments: Moments, axes: Axes, shape: tuple[int, ...]) -> None:
     """Raises a ValueError where the state belongs to another matrix view."""
     for name, axes_kept, found in (
         ("row moments", axes.rows, moments.rows.shape[1:]),
-        ("counts", axes.fate, moments.moves.shape),
+        ("counts", axes.slice, moments.moves.shape),
     ):
         expected = tuple(1 if i - len(shape) in axes_kept else n for i, n in enumerate(shape))
         if found != expected:

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from celo2.layout import MatrixView
-from celo2.routing import Overrides, Route, check_overrides, route
+from celo2.routing import MatrixView, Overrides, Route, check_overrides, route
 from celo2.rule import RuleConfig
 
 

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from celo2.constants import (
+from celo2.jax.features import Features, Plane, build_features, split_first_layer
+from celo2.jax.moments import Moments, reduce_in_turn
+from celo2.routing import MATRIX, Axes
+from celo2.rule import (
     CLIP_RMS,
     EPSILON,
     MAGNITUDE_SCALE,
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_EPSILON,
     NEWTON_SCHULZ_STEPS,
+    RuleConfig,
 )
-from celo2.jax.features import Features, Plane, build_features, split_first_layer
-from celo2.jax.moments import Moments, reduce_in_turn
-from celo2.layout import MATRIX, Axes
-from celo2.rule import RuleConfig
 
 Weights = Mapping[str, Array]
 

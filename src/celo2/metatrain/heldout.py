@@ -13,9 +13,8 @@ import optax
 from jax import Array, lax
 
 from celo2.baselines import adamw, muon
-from celo2.constants import ADAM_MULTIPLIER
 from celo2.jax import celo2
-from celo2.rule import Rule, RuleConfig
+from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.tasks import TASKS, Task
 from celo2.tasks.images import digits_convnet
 

@@ -4,14 +4,14 @@ import os
 from os import PathLike
 from typing import Any, TypeVar
 
-from celo2 import weights as files
-from celo2.encoding import digest
+from celo2 import rulefile
 from celo2.metatrain.config import MetaConfig, from_fields
 from celo2.metatrain.families import load_families
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import build, make_mesh
 from celo2.metatrain.run import Run, identity
 from celo2.rule import Rule
+from celo2.rulefile import digest
 from celo2.runs import checkpoint, records
 from celo2.runs.checkpoint import Checkpoint, Damage
 from celo2.runs.digest import like_tree
@@ -130,7 +130,7 @@ def matching_rule(config: MetaConfig, init_from: Rule | str | PathLike) -> Rule:
     if config.start != "random" or config.start_mix:
         start = dict(config.start_mix) or config.start
         raise ValueError(f"start={start!r} and init_from were given: give one.")
-    rule = files.as_rule(init_from)
+    rule = rulefile.as_rule(init_from)
     if rule.config != config.rule:
         theirs = from_fields({"rule": to_fields(MetaConfig(rule=rule.config))["rule"]}, config)
         unlike = differences(config, theirs).items()

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from celo2 import weights
+from celo2 import rulefile
 from celo2.metatrain.folder import MetaFolder
 from celo2.rule import FEATURES, Rule, RuleConfig
 from celo2.runs import records
@@ -37,7 +37,7 @@ def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
     if heldout := of_kind(rows, "heldout"):
         figures["heldout"] = draw_heldout(heldout)
     if (run / "rule.safetensors").is_file():
-        figures["first_layer"] = draw_first_layer(weights.load(run / "rule.safetensors"))
+        figures["first_layer"] = draw_first_layer(rulefile.load(run / "rule.safetensors"))
     if not figures:
         raise FileNotFoundError(f"{run} holds neither records.jsonl nor rule.safetensors to draw.")
     folder = run if out is None else Path(out)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from celo2 import weights as files
+from celo2 import rulefile
 from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.folder import MetaFolder
 from celo2.metatrain.outer import MetaMetrics, MetaState, Program
@@ -240,7 +240,7 @@ def identity(config: MetaConfig, checksums: dict[str, str]) -> dict[str, Any]:
 def _export(run: Run, path) -> None:
     if is_primary():
         try:
-            files.save(current_rule(run), path)
+            rulefile.save(current_rule(run), path)
         except OSError as error:
             run.unwritten = f"{path}: {error.strerror}"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from celo2.weights import write_whole
+from celo2.rulefile import write_whole
 
 PROBE_SECONDS = 0.5  # `is_alive` holds the lock for an instant; a writer waits that long
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from celo2.weights import write_whole
+from celo2.rulefile import write_whole
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.layout import MATRIX
+from celo2.routing import MATRIX
 
 BLOCK = 2**16  # elements
 Block = tuple[slice, ...]

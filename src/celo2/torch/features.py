@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.constants import CLIP, FACTORED_EPSILON, RMS_EPSILON
-from celo2.layout import Axes
-from celo2.rule import RuleConfig, feature_rows
+from celo2.routing import Axes
+from celo2.rule import CLIP, FACTORED_EPSILON, RMS_EPSILON, RuleConfig, feature_rows
 from celo2.torch.blocks import Block, Extent, part
 from celo2.torch.moments import Moments, clean_gradient, in_order
 

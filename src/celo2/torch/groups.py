@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from celo2.explanation import Explanation, Line
-from celo2.layout import MatrixView
-from celo2.routing import Overrides, Route, check_overrides
+from celo2.routing import Explanation, Line, MatrixView, Overrides, Route, check_overrides
 from celo2.rule import RuleConfig
 from celo2.torch.modules import Named, describe, find_head, route
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from celo2.layout import MatrixView, vector_view
 from celo2.routing import (
     CONVOLUTION,
     EMBEDDING,
     HEAD,
+    MatrixView,
     Overrides,
     Route,
     default_updater,
@@ -19,6 +19,7 @@ from celo2.routing import (
     is_broadcast_vector,
     is_vector_name,
     path_names,
+    vector_view,
 )
 from celo2.rule import RuleConfig
 

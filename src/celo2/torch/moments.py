@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.constants import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT
-from celo2.layout import MATRIX, Axes
-from celo2.rule import RuleConfig
+from celo2.routing import MATRIX, Axes
+from celo2.rule import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT, RuleConfig
 from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
 
 
@@ -40,8 +39,8 @@ def small_shapes(config: RuleConfig, axes: Axes, shape: tuple[int, ...]) -> dict
         "rows": stacked(axes.rows),
         "cols": stacked(axes.cols),
         "running_rms": reduced(MATRIX),
-        "moves": reduced(axes.fate),
-        "skipped": reduced(axes.fate),
+        "moves": reduced(axes.slice),
+        "skipped": reduced(axes.slice),
     }
 
 
@@ -61,7 +60,7 @@ def update_moments(
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
     """
-    peak = extent.largest(_peak(grad, axes.fate), axes.fate)  # NaN and Inf come through
+    peak = extent.largest(_peak(grad, axes.slice), axes.slice)  # NaN and Inf come through
     finite = peak.isfinite() if skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
     keep = finite.float()

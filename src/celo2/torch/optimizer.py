@@ -7,12 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from celo2.constants import ADAM_MULTIPLIER
-from celo2.encoding import digest
-from celo2.explanation import Explanation
-from celo2.layout import MatrixView
-from celo2.routing import Overrides
-from celo2.rule import Rule
+from celo2.routing import Explanation, MatrixView, Overrides
+from celo2.rule import ADAM_MULTIPLIER, Rule
+from celo2.rulefile import as_rule, digest
 from celo2.torch.adam import move_by_adam
 from celo2.torch.groups import (
     Params,
@@ -31,7 +28,6 @@ from celo2.torch.loading import load_state
 from celo2.torch.state import init_state
 from celo2.torch.step import Job, Options, move
 from celo2.torch.tensors import aligned, frame_of, full_precision
-from celo2.weights import as_rule
 
 CPU = torch.device("cpu")
 

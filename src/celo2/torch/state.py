@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from celo2.layout import MATRIX, Axes
+from celo2.routing import MATRIX, Axes
 from celo2.rule import RuleConfig
 from celo2.torch.moments import Moments, small_shapes
 from celo2.torch.tensors import Frame, local, to_view
@@ -74,5 +74,5 @@ def check_adam_state(state: dict[str, Tensor], name: str) -> None:
 
 def _reduced(axes: Axes) -> dict[str, tuple[int, ...]]:
     """The axes that each small accumulator was reduced over."""
-    fate = dict.fromkeys(COUNTS, axes.fate)
-    return {"rows": axes.rows, "cols": axes.cols, "running_rms": MATRIX} | fate
+    counts = dict.fromkeys(COUNTS, axes.slice)
+    return {"rows": axes.rows, "cols": axes.cols, "running_rms": MATRIX} | counts

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.layout import Axes, MatrixView
+from celo2.routing import Axes, MatrixView
 from celo2.rule import RuleConfig
 from celo2.torch.blocks import BLOCK, Extent, Fuse, as_it_is
 from celo2.torch.features import Inputs

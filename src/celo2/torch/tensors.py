@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from celo2.layout import Axes, MatrixView, axes_of
+from celo2.routing import Axes, MatrixView, axes_of
 from celo2.torch.blocks import Extent, Shards, Split
 
 

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from celo2.constants import CLIP_RMS, EPSILON, MAGNITUDE_SCALE
-from celo2.layout import MATRIX, Axes
-from celo2.rule import RuleConfig
+from celo2.routing import MATRIX, Axes
+from celo2.rule import CLIP_RMS, EPSILON, MAGNITUDE_SCALE, RuleConfig
 from celo2.torch.blocks import Block, Extent, Fuse, as_it_is, blocks, part
 from celo2.torch.features import (
     Inputs,

@@ -1,0 +1,480 @@
+"""Rule files: one .safetensors file holds config, arrays and origin of a rule.
+
+Where they are (`load`, `save`, the shipped ones, hf:// addresses) comes first, then the encoding,
+then the Hugging Face hub. Files come from strangers, so whatever is wrong with one ends in a
+ValueError that says what. huggingface_hub is an optional extra, imported only when it is needed.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import warnings
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from celo2.rule import Rule, RuleConfig, check_shapes
+
+SHIPPED = ("celo2", "celo2-base")
+
+FORMAT = 1  # raised when older versions of celo2 could no longer read a file
+MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
+MAX_HEADER = 2**20
+
+# What a file that is no rule starts with, and what to tell its owner.
+STRANGERS = {
+    b"PK\x03\x04": "it is a zip archive (torch or npz?)",
+    b"\x93NUMPY": "it is a numpy array",
+    b"\x80": "it looks like a pickle, which celo2 never opens",
+    b"\x81": "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors",
+}
+
+HUB_PREFIX = "hf://"
+HUB_FILE = "rule.safetensors"
+HUB_TIMEOUT = 5.0  # seconds
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ADDRESS = re.compile(rf"hf://({_NAME}/{_NAME})(?:@([^/@]+))?(?:/([^@]+))?")
+
+
+def load(path: str | os.PathLike[str]) -> Rule:
+    """The rule in a file, or at an address on the Hugging Face hub.
+
+    Args:
+        path: a `.safetensors` file, or `hf://user/repo`, optionally with `@revision` and with
+            `/folder/file.safetensors` (default `rule.safetensors`).
+
+    Its arrays are float32 and read-only.
+
+    >>> rule = celo2.load("rule.safetensors")  # doctest: +SKIP
+    >>> rule.config.hidden  # doctest: +SKIP
+    (8, 8)
+    """
+    source = os.fspath(path)
+    if is_address(source):
+        return from_bytes(read_file(download(source)), source)
+    return from_bytes(read_file(Path(source)), source)
+
+
+def save(rule: Rule, path: str | os.PathLike[str]) -> None:
+    """Writes a rule to a file, whole or not at all.
+
+    Args:
+        rule: its arrays may be of any floating type, JAX's included, and are stored as float32.
+        path: where to; a file already there is replaced.
+
+    Tuples in the origin come back as lists; all else in it comes back as it was.
+
+    >>> celo2.save(rule, "rule.safetensors")  # doctest: +SKIP
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is not a folder: make it before saving {target}.")
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: name a file in it, such as rule.safetensors.")
+    write_whole(target, to_bytes(rule))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".celo2-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def pretrained(name: str = "celo2") -> Rule:
+    """A rule shipped with celo2: `celo2` or `celo2-base`. Needs no network.
+
+    >>> celo2.pretrained("celo2").config.hidden  # doctest: +SKIP
+    (8, 8)
+    """
+    if name not in SHIPPED:
+        raise ValueError(f"{name!r} is not a shipped rule; there are {', '.join(SHIPPED)}.")
+    rule = _shipped(name)
+    if rule.origin.get("trained") == "no":
+        warnings.warn(
+            f"The shipped rule {name!r} is an untrained placeholder: it will not optimize well. "
+            "Use a rule of your own, or turn a published checkpoint into one with `celo2 convert`.",
+            stacklevel=2,
+        )
+    return rule
+
+
+def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
+    """The rule that an optimizer's argument means: itself, a shipped name, a file or an address."""
+    if isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, str) and rule in SHIPPED:
+        return pretrained(rule)
+    if isinstance(rule, (str, os.PathLike)):
+        return load(rule)
+    raise TypeError(
+        f"rule={rule!r} is a {type(rule).__name__}; give a Rule, a shipped name "
+        f"({', '.join(SHIPPED)}), a .safetensors file or an hf:// address."
+    )
+
+
+@functools.cache
+def _shipped(name: str) -> Rule:
+    # Through the package, not "celo2.pretrained": importing that would hide the function.
+    file = resources.files("celo2").joinpath("pretrained", f"{name}.safetensors")
+    return from_bytes(file.read_bytes(), f"the shipped rule {name!r}")
+
+
+def _shipped_hint(path: Path) -> str:
+    if str(path) in SHIPPED:
+        return f'; celo2.pretrained("{path}") is the shipped rule of that name'
+    return "" if path.suffix else f"; the shipped rules are {', '.join(SHIPPED)}"
+
+
+def read_file(path: Path) -> bytes:
+    """A file's bytes, if it is one and not larger than any rule."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is no file {path}{_shipped_hint(path)}.")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file but a folder or a device: name the file itself.")
+    with open(path, "rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise ValueError(f"{path} is larger than {MAX_FILE // 2**20} MB: it is not a rule.")
+    return data
+
+
+def to_bytes(rule: Rule) -> bytes:
+    """The file that holds `rule`; equal rules make equal files."""
+    texts, arrays = _texts(rule), float32(rule.weights)
+    stamp = _digest(texts, arrays)
+    header: dict[str, Any] = {"__metadata__": {"celo2": str(FORMAT), **texts, "sha256": stamp}}
+    offset = 0
+    for name, array in arrays.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [offset, end]}
+        offset = end
+    # By hand, since the library writes metadata in a random order and files could not be compared.
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    data = b"".join(
+        (len(head).to_bytes(8, "little"), head, *(a.tobytes() for a in arrays.values()))
+    )
+    from_bytes(data, "the rule to save")  # so that what was saved can be loaded
+    return data
+
+
+def from_bytes(data: bytes, source: str) -> Rule:
+    """The rule in a file's bytes; `source` names the file in errors."""
+    try:
+        return _parse(data)
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{source} is not a usable rule: {printable(error)}") from error
+
+
+def digest(rule: Rule) -> str:
+    """The SHA-256 that a rule's file carries, over its config, origin and arrays."""
+    return _digest(_texts(rule), float32(rule.weights))
+
+
+def printable(error: Exception) -> str:
+    """An error's text, fit for a terminal."""
+    # A stranger's text may be long, or hold codes that a terminal obeys.
+    text = "".join(c if c.isprintable() else "?" for c in str(error))
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+def _parse(data: bytes) -> Rule:
+    header = _header(data)
+    metadata = header.pop("__metadata__", {})
+    _check_metadata(metadata)
+    config = _config(_json_object(metadata["config"], "config"))
+    origin = _json_object(metadata["origin"], "origin")
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.get("dtype") != "F32":
+            raise ValueError(f"array {name} is not F32, the type of a rule's arrays.")
+    # Before the arrays are made, so that only as much is allocated as the config needs.
+    check_shapes(config, {name: _shape(entry) for name, entry in header.items()})
+    arrays = float32(safetensors.numpy.load(data))
+    if _digest(metadata, arrays) != metadata["sha256"]:
+        raise ValueError("its SHA-256 does not match its content: it was damaged; fetch it again.")
+    return Rule(config, arrays, origin)
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
+        hints = (hint for start, hint in STRANGERS.items() if data.startswith(start))
+        size = f"it has {len(data)} bytes and claims a header of {length}"
+        raise ValueError(f"not a whole safetensors file; {next(hints, size)}.")
+    if len(data) > MAX_FILE:
+        raise ValueError(f"it has {len(data)} bytes; a rule has at most {MAX_FILE}.")
+    return _json_object(data[8 : 8 + length].decode(), "header")
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or "celo2" not in metadata:
+        raise ValueError("a safetensors file, but not made by celo2.save.")
+    version = metadata["celo2"]
+    if not (isinstance(version, str) and version.isascii() and version.isdecimal()):
+        raise ValueError(f"format {version!r} is not a number.")
+    if int(version) > FORMAT:
+        raise ValueError(
+            f"format {version} is newer than {FORMAT}, the newest this celo2 reads: "
+            "pip install --upgrade celo2."
+        )
+    for name in ("config", "origin", "sha256"):
+        if not isinstance(metadata.get(name), str):
+            raise ValueError(f"it has no {name}; write it again with celo2.save.")
+
+
+def _config(fields: dict[str, Any]) -> RuleConfig:
+    known = {field.name for field in dataclasses.fields(RuleConfig)}
+    if unknown := sorted(fields.keys() - known):
+        raise ValueError(f"unknown config fields: {', '.join(unknown)}; made by a newer celo2?")
+    if missing := sorted(known - fields.keys()):
+        raise ValueError(f"config fields missing: {', '.join(missing)}.")
+    return RuleConfig(**fields)
+
+
+def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
+    shape = entry.get("shape")
+    return tuple(shape) if isinstance(shape, list) else ()
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+    def refuse(constant: str):
+        raise ValueError(f"{what} holds {constant}, which is not JSON.")
+
+    value = json.loads(
+        text, object_pairs_hook=lambda pairs: unique(pairs, what), parse_constant=refuse
+    )
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object.")
+    return value
+
+
+def unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    """The pairs as a dict; a ValueError where a key stands twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError(f"{what} names something twice.")
+    return result
+
+
+def _texts(rule: Rule) -> dict[str, str]:
+    try:
+        if not _has_text_keys(rule.origin):
+            raise ValueError("a key is not a string")
+        return {
+            "config": json.dumps(dataclasses.asdict(rule.config)),
+            "origin": json.dumps(dict(rule.origin), allow_nan=False),
+        }
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"origin cannot be stored: {error}; use text, finite numbers, lists and dicts."
+        ) from error
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _has_text_keys(v) for k, v in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
+
+
+def float32(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays as read-only float32, sorted by name; a ValueError where one is not finite."""
+    arrays = {}
+    for name, weight in sorted(weights.items()):
+        array = np.asarray(weight)
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise ValueError(f"{name} has dtype {array.dtype}; a rule's arrays are floating point.")
+        with np.errstate(over="ignore"):  # what overflows is refused below
+            array = np.array(array, dtype="<f4", order="C")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} holds values that are infinite or not a number.")
+        array.flags.writeable = False
+        arrays[name] = array
+    return arrays
+
+
+def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+    sha = hashlib.sha256()
+    for part in (texts["config"], texts["origin"], *arrays):
+        sha.update(part.encode() + b"\0")
+    for array in arrays.values():
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+class Address(NamedTuple):
+    """A file in a repository; `revision` is a branch, a tag or a commit, None for the newest."""
+
+    repo: str
+    revision: str | None
+    file: str
+
+
+def is_address(text: str) -> bool:
+    """Whether a path is meant as an address on the hub."""
+    return text.startswith(HUB_PREFIX)
+
+
+def parse_address(text: str) -> Address:
+    """The parts of `hf://user/repo[@revision][/folder/file.safetensors]`.
+
+    A slash in a revision is written %2F.
+
+    >>> parse_address("hf://ada/rules@v1/small.safetensors")
+    Address(repo='ada/rules', revision='v1', file='small.safetensors')
+    """
+    match = _ADDRESS.fullmatch(text)
+    file = (match and match[3]) or HUB_FILE
+    if not match or ".." in file.split("/") or not file.endswith(".safetensors"):
+        raise ValueError(
+            f"{text!r} is not an address on the hub; write hf://user/repo, "
+            "hf://user/repo@revision or hf://user/repo/folder/file.safetensors."
+        )
+    return Address(match[1], unquote(match[2]) if match[2] else None, file)
+
+
+def download(text: str) -> Path:
+    """The local copy of the file at an address, fetched if it is not there yet.
+
+    Without the network, or under HF_HUB_OFFLINE=1, only copies fetched before are found.
+    """
+    address = parse_address(text)
+    library = _huggingface_hub()
+    offline = _is_offline()
+    try:
+        path = library.hf_hub_download(
+            address.repo,
+            address.file,
+            revision=address.revision,
+            etag_timeout=HUB_TIMEOUT,
+            local_files_only=offline,
+        )
+    except Exception as error:
+        raise _explain(error, text, offline) from error
+    return Path(path)
+
+
+def push(repo: str, files: Mapping[str, bytes], *, private: bool = False) -> str:
+    """Puts files into `user/repo` in one commit, making the repository if need be; its address."""
+    address = parse_address(HUB_PREFIX + repo)
+    if address != Address(repo, None, HUB_FILE):
+        raise ValueError(f"{repo!r} is not a repository; write user/repo.")
+    library = _huggingface_hub()
+    if _is_offline():
+        raise ConnectionError(
+            f"{repo}: the hub is out of reach or HF_HUB_OFFLINE is set. Connect or unset it, then "
+            "push again."
+        )
+    additions = [
+        library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=data)
+        for name, data in files.items()
+    ]
+    api = library.HfApi(library_name="celo2")
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_commit(repo, additions, commit_message="Push a celo2 rule")
+    except Exception as error:
+        raise _explain(error, repo, offline=False) from error
+    return HUB_PREFIX + repo
+
+
+def model_card(rule: Rule, address: str, sha256: str) -> str:
+    """A README for the repository of a rule: how to use it, what it is, where it comes from."""
+    name = parse_address(address).repo.split("/")[-1]
+    facts = {
+        "config": dataclasses.asdict(rule.config),
+        "origin": dict(rule.origin),
+        "sha256": sha256,
+    }
+    return CARD.format(name=name, address=address, facts=json.dumps(facts, indent=2))
+
+
+CARD = """\
+---
+library_name: celo2
+tags: [learned-optimizer, optimizer]
+---
+
+# {name}
+
+A learned optimizer, for JAX and PyTorch, as a rule of [celo2](https://pypi.org/project/celo2).
+
+```python
+import celo2
+
+rule = celo2.load("{address}")
+```
+
+```json
+{facts}
+```
+"""
+
+
+def _huggingface_hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError("hf:// addresses need huggingface_hub: pip install celo2[hub]") from error
+    return huggingface_hub
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    wish = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return wish or not _is_reachable(constants.ENDPOINT)
+
+
+def _is_reachable(endpoint: str) -> bool:
+    # Asked first, because the library repeats its attempts for 24 s where there is no network.
+    if {"http", "https", "all"} & getproxies().keys():
+        return True  # a direct connection would say nothing
+    url = urlsplit(endpoint)
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), HUB_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _explain(error: Exception, place: str, offline: bool) -> OSError:
+    """The error to raise instead: it names the place, what went wrong, and the way out."""
+    from huggingface_hub import errors
+
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if offline or isinstance(error, errors.LocalEntryNotFoundError):
+        return FileNotFoundError(
+            f"{place}: no copy on this machine, and the hub is out of reach or HF_HUB_OFFLINE is "
+            "set. Connect or unset it, or download the file elsewhere and give its path."
+        )
+    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+    if isinstance(error, (*missing, errors.EntryNotFoundError)):
+        return FileNotFoundError(
+            f"{place}: not found on the hub ({reason}). Check the name; a private repository "
+            "needs `hf auth login` or HF_TOKEN."
+        )
+    return OSError(
+        f"{place}: the hub refused ({reason}). Try again; if it asks who you are, run "
+        "`hf auth login` or set HF_TOKEN."
+    )
