@@ -41,7 +41,12 @@ def test_newest_three_are_kept(out):
 def test_every_array_and_the_identity_are_in_a_checkpoint(out):
     found = newest(out)
     assert found.iteration == 8 and int(found.arrays["iteration"]) == 8
-    for name in ("weights.w0", "outer.0.mu.w0", "pes.perturbation.b1", "pes.problems.step"):
+    for name in (
+        "weights.w0",
+        "outer.0.mu.w0",
+        "problems.0.perturbation.b1",
+        "problems.0.problems.step",
+    ):
         assert name in found.arrays
     assert found.meta["config"]["problems"] == 4
     assert list(found.meta["data"]) == ["digits"]

@@ -2,13 +2,13 @@
 
 import pytest
 from quadratics import RULE, WEIGHTS
-from tiny_runs import FLAGS, newest, of_kind, run, shared_programs, tiny
+from tiny_runs import FLAGS, newest, of_kind, run, shared_programs, stop_after, tiny
 
 import celo2
 from celo2 import cli
 from celo2.commands import meta_train
 from celo2.commands.signals import Asked
-from celo2.metatrain import Limits, heldout, loop, metatrain, watch
+from celo2.metatrain import Limits, divergence, heldout, loop, metatrain
 from celo2.rule import Rule
 from celo2.runs.checkpoint import list_iterations
 from celo2.runs.folder import RunFolder
@@ -32,7 +32,7 @@ def leave(out, at: str = "train") -> list[dict]:
 @pytest.mark.parametrize(
     "end",
     [
-        lambda out: run(out, tiny(iterations=30), stop=lambda: True),
+        lambda out: run(out, tiny(iterations=30), stop=stop_after(1)),
         lambda out: run(out, tiny(iterations=30), minutes=0),
         lambda out: run(out, tiny(iterations=10)),
         leave,
@@ -41,7 +41,7 @@ def leave(out, at: str = "train") -> list[dict]:
     ids=["stop", "minutes", "finished", "leave", "leave at the warning"],
 )
 def test_run_that_ends_while_it_is_stuck_keeps_what_it_had(end, tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "AT_LIMIT", 0.0)
+    monkeypatch.setattr(divergence, "AT_LIMIT", 0.0)
     rows = end(tmp_path / "run")
     assert newest(tmp_path / "run").iteration == 0
     assert celo2.load(tmp_path / "run" / "rule.safetensors").origin["iterations"] == 0

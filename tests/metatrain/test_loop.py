@@ -1,4 +1,3 @@
-import itertools
 import json
 
 import numpy as np
@@ -6,18 +5,13 @@ import pytest
 from tiny_runs import TINY, digest, newest, of_kind, run, shared_build, shared_programs, tiny
 
 import celo2
-from celo2.metatrain import (
-    metatrain,
-    opening,
-)
+from celo2.metatrain import loop, metatrain
 from celo2.metatrain.families import load_families
-from celo2.metatrain.folder import MetaFolder
-from celo2.metatrain.loop import next_stop
 from celo2.rule import CELO2, Rule, initial_weights
 from celo2.rulefile import digest as digest_of
 from celo2.runs import records
 from celo2.runs.fields import to_fields
-from celo2.runs.folder import RunRefused
+from celo2.runs.folder import RunFolder, RunRefused
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
@@ -28,7 +22,7 @@ def whole_run(tmp_path_factory):
     """A run of twelve iterations that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "build", shared_build)
+        patch.setattr(loop, "build", shared_build)
         return out, run(out)
 
 
@@ -67,8 +61,8 @@ def test_rule_is_exported_with_its_origin(whole_run):
 
 
 def test_resume_equals_uninterrupted_run(whole_run, tmp_path):
-    for _ in range(3):  # once more than needed: a finished run stays as it is
-        rows = run(tmp_path / "run", resume=True, stop=lambda: True)
+    for _ in range(4):  # more often than needed: a finished run stays as it is
+        rows = run(tmp_path / "run", resume=True, minutes=0)
     assert rows[-1]["reason"] == "finished"
     assert digest(tmp_path / "run") == digest(whole_run[0])
     stored = of_kind(records.read(tmp_path / "run" / "records.jsonl"), "train")
@@ -82,11 +76,6 @@ def test_how_a_run_is_cut_into_calls_does_not_change_it(whole_run, tmp_path):
     cuts = [row["iteration"] for row in of_kind(rows, "train")]
     assert cuts == [3, 4, 6, 8, 9, 10, 12]
     assert digest(tmp_path / "run") == digest(whole_run[0])
-
-
-def test_next_stop_is_the_nearest_boundary():
-    stops = list(itertools.accumulate(range(8), lambda i, _: next_stop(i, 25, [7]), initial=0))
-    assert stops[:7] == [0, 7, 10, 14, 20, 21, 25]
 
 
 def test_leaving_the_loop_saves_first(whole_run, tmp_path):
@@ -138,8 +127,8 @@ def test_resume_with_another_config_names_every_difference(whole_run):
 
 
 def test_resume_with_other_data_is_refused(whole_run, monkeypatch):
-    families, _ = load_families(TINY)
-    monkeypatch.setattr(opening, "load_families", lambda *_: (families, {"digits": "0" * 64}))
+    other = load_families(TINY)._replace(checksums={"digits": "0" * 64})
+    monkeypatch.setattr(loop, "load_families", lambda *_: other)
     with pytest.raises(RunRefused, match="data digits has SHA-256 000000000000, had"):
         run(whole_run[0], resume=True)
 
@@ -152,7 +141,7 @@ def test_a_run_can_be_made_longer_under_a_constant_rate(tmp_path):
 
 
 def test_a_run_with_cosine_decay_keeps_its_length(tmp_path):
-    out = MetaFolder(tmp_path)
+    out = RunFolder(tmp_path)
     config = tiny(decay="cosine")
     out.write_config({"config": to_fields(config), "data": load_families(TINY).checksums})
     with pytest.raises(RunRefused, match="iterations is 13, was 12"):
@@ -173,7 +162,7 @@ def test_rule_of_another_kind_is_refused_before_anything_is_written(tmp_path):
     rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(5)))
     with pytest.raises(ValueError, match=r"rule.hidden is \[8, 8\], not \[4\]"):
         run(tmp_path / "run", init_from=rule)
-    assert not MetaFolder(tmp_path / "run").has_run()
+    assert not RunFolder(tmp_path / "run").has_run()
 
 
 def test_start_and_a_given_rule_are_one_too_many(tmp_path):

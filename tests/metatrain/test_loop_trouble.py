@@ -9,9 +9,9 @@ import celo2
 from celo2.metatrain import (
     Diverged,
     Limits,
+    divergence,
     metatrain,
     status,
-    watch,
 )
 from celo2.runs import checkpoint
 
@@ -39,7 +39,7 @@ def test_exploding_rule_is_given_up_and_the_last_good_one_kept(tmp_path):
 
 
 def test_checkpoints_wait_while_a_run_is_stuck(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "AT_LIMIT", 0.0)
+    monkeypatch.setattr(divergence, "AT_LIMIT", 0.0)
     rows = give_up(tmp_path / "run", Limits(patience=11))
     first, last = of_kind(rows, "warning")
     assert (first["iteration"], first["fatal"]) == (1, False)

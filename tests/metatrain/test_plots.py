@@ -7,8 +7,8 @@ import pytest
 
 import celo2
 from celo2 import cli
+from celo2.metatrain import loop
 from celo2.metatrain.outer import MetaMetrics
-from celo2.metatrain.run import advance
 from celo2.rule import CELO2, Rule, RuleConfig, feature_count, initial_weights
 
 plots = pytest.importorskip("celo2.metatrain.plots", reason="matplotlib is not installed")
@@ -20,11 +20,9 @@ def train_row(iteration: int, **changes) -> dict:
     """The row of one iteration, as a run makes it."""
     metrics = {name: np.ones(1) for name in MetaMetrics._fields}
     metrics |= {"loss": np.array([1.5]), "family_loss": np.array([[1.0, 2.0]])}
-    program = SimpleNamespace(run=lambda state, count: (state, MetaMetrics(**metrics)))
-    run: Any = SimpleNamespace(
-        program=program, state=None, iteration=iteration - 1, names=("mnist", "svhn"), elapsed=1.0
-    )
-    return advance(run, 1)[0] | changes
+    families = (SimpleNamespace(names=("mnist", "svhn")),)
+    run: Any = SimpleNamespace(source=SimpleNamespace(families=families), elapsed=1.0)
+    return loop.train_row(run, iteration, MetaMetrics(**metrics), 1.0) | changes
 
 
 def heldout_row(iteration: int, loss: float) -> dict:

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from celo2.metatrain import MetaConfig, metatrain, opening, status
+from celo2.metatrain import MetaConfig, loop, metatrain, status
 from celo2.metatrain.outer import build
 from celo2.rule import RuleConfig
 from celo2.runs.checkpoint import read_newest
@@ -47,7 +47,7 @@ def shared_build(config, families, mesh):
 @pytest.fixture
 def shared_programs(monkeypatch):
     """Compiles equal configs once for all tests of the process."""
-    monkeypatch.setattr(opening, "build", shared_build)
+    monkeypatch.setattr(loop, "build", shared_build)
 
 
 def tiny(**changes) -> MetaConfig:
@@ -56,6 +56,12 @@ def tiny(**changes) -> MetaConfig:
 
 def run(out, config=TINY, **options) -> list[dict]:
     return list(metatrain(config, out, **options))
+
+
+def stop_after(calls: int):
+    """Says stop when asked for that many times."""
+    asked = iter(range(calls))
+    return lambda: next(asked, None) is None
 
 
 def digest(out) -> str:

@@ -15,6 +15,8 @@ and infinities are null:
             param_rms, of the parameters before it; seconds (of training so far, without
             compilation and validation).
     resume  where a later process went on: step, time, versions, hardware.
+    warning where something went wrong that the run survived, such as a damaged checkpoint: step,
+            cause.
     failed  written by a sweep: error. The run is tried again when the sweep is.
     end     last. step, finished (true), diverged (whether the loss was not finite, which ends a
             run early), metrics (of the last validation, null if diverged), score (the metric by
@@ -28,41 +30,24 @@ the rows of one that was not, but for resume rows and times.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from celo2.evaluate import rows
-from celo2.evaluate.config import RunConfig, resolve
+from celo2.evaluate.config import RunConfig, from_fields, resolve
 from celo2.evaluate.feed import Feed
+from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import Program, build
-from celo2.evaluate.storage import Start, check_finished, clear, find_start, identity, save
-from celo2.runs import records
-from celo2.runs.folder import RunFolder, locked
-from celo2.runs.processes import in_primary, is_primary, some_process
+from celo2.rulefile import digest
+from celo2.runs import machine, records
+from celo2.runs.engine import Advanced, Job, run_job
+from celo2.runs.fields import differences, to_fields
+from celo2.runs.folder import RunFolder, RunRefused
 from celo2.runs.records import Row
-
-SAVE_SECONDS = 300.0
-
-
-@dataclass
-class Run:
-    """A run under way; `state` and `step` are all that its future needs."""
-
-    folder: RunFolder
-    config: RunConfig
-    program: Program
-    feed: Feed
-    state: Any
-    step: int
-    seconds: float  # of training
-    saved_step: int = 0
-    saved_at: float = field(default_factory=time.monotonic)
 
 
 def run(
@@ -95,20 +80,23 @@ def run(
     >>> config = RunConfig("digits-mlp", "adamw", learning_rate=1e-2)
     >>> *_, end = run(config, "runs/first")  # doctest: +SKIP
     """
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1.")
     config = resolve(config)
     folder = RunFolder(Path(out))
-    with ExitStack() as stack:
-        in_primary(lambda: stack.enter_context(locked(folder)))
+
+    def finished() -> Row | None:
         end = end_row(folder.records)
-        if resume and some_process(is_primary() and end is not None)[0]:
-            in_primary(lambda: check_finished(folder, config))
-            yield end or {"kind": "end"}
-            return
-        run = _open(folder, config, data, mesh, resume)
-        yield from _start(run)
-        yield from _train(run, checkpoint_every, keep, stop)
+        if end is not None:
+            _check_finished(folder, config)
+        return end
+
+    yield from run_job(
+        folder,
+        lambda: _job(Run(config, build(config, data, mesh)), keep),
+        resume=resume,
+        finished=finished,
+        checkpoint_every=checkpoint_every,
+        stop=stop,
+    )
 
 
 def end_row(path: Path) -> Row | None:
@@ -117,97 +105,151 @@ def end_row(path: Path) -> Row | None:
     return ends[-1] if ends and ends[-1].get("finished") else None
 
 
-def next_stop(config: RunConfig, step: int) -> int:
-    """Where the next compiled call ends; it depends on the config alone, so that resumed runs
-    make the same calls."""
-    assert config.steps and config.evaluate_every
-    periods = (config.record_every, config.evaluate_every)
-    return min(config.steps, *((step // period + 1) * period for period in periods))
+@dataclass
+class Run:
+    """What a run is, and what it remembers besides its state."""
+
+    config: RunConfig
+    program: Program
+    seconds: float = 0.0  # of training
+    metrics: dict[str, float | None] | None = None  # of the newest validation
+    diverged: bool = False
 
 
-def _open(folder: RunFolder, config: RunConfig, data: Any, mesh: Mesh | None, resume: bool) -> Run:
-    program = build(config, data, mesh)
-    found = find_start(folder, program.setup, config, resume)
-    found = found or Start(0, program.start(config.seed), 0.0)
-    feed = program.feed(config.seed)
-    return Run(folder, config, program, feed, found.state, found.step, found.seconds, found.step)
+def _job(run: Run, keep: bool) -> Job:
+    config, setup = run.config, run.program.setup
+    assert config.steps is not None and config.evaluate_every is not None
+    evaluate_every, total = config.evaluate_every, config.steps
+    feed = run.program.feed(config.seed)
+    identity = {
+        "config": to_fields(config),
+        "data": {config.task: setup.checksum},
+        "rule": setup.rule,
+        "version": machine.version(),
+    }
+
+    def recall(meta: Mapping[str, Any]) -> None:
+        run.seconds = meta["seconds"]
+
+    def first_rows(state: Any, done: int) -> list[Row]:
+        if done > 0:
+            return [{"kind": "resume", "step": done, **_about()}]
+        return [_start_row(run), _validate(run, state, 0)]
+
+    def advance(state: Any, done: int, until: int) -> Advanced:
+        state, done, row, finite = _train(run, feed, state, done, until)
+        rows = [row]
+        if finite and (done % evaluate_every == 0 or done == total):
+            rows.append(_validate(run, state, done))
+        run.diverged = not finite
+        return Advanced(state, done, rows, sound=finite, over=not finite)
+
+    return Job(
+        count="step",
+        total=total,
+        identity=identity,
+        differences=lambda stored: _unlike(identity, stored),
+        abstract=setup.abstract,
+        begin=lambda: run.program.start(config.seed),
+        advance=advance,
+        periods=(config.record_every, evaluate_every),
+        first_rows=first_rows,
+        last_row=lambda state, done, reason: (
+            _end_row(run, state, done) if reason == "finished" else None
+        ),
+        memory=lambda: {"seconds": run.seconds},
+        recall=recall,
+        keep=keep,
+    )
 
 
-def _start(run: Run) -> Iterator[Row]:
-    if run.step > 0:
-        yield _record(run, rows.resume(run.step))
-        return
-    yield _record(run, rows.start(run.config, run.program.setup))
-    yield _validate(run)
-
-
-def _train(
-    run: Run, checkpoint_every: int | None, keep: bool, stop: Callable[[], bool]
-) -> Iterator[Row]:
-    config = run.config
-    assert config.steps and config.evaluate_every
-    metrics, finite = None, True
-    while run.step < config.steps and finite:
-        asked, due = some_process(stop(), _is_due(run, checkpoint_every))
-        if asked or due:
-            _save(run)
-        if asked:
-            return
-        row, finite = _advance(run)
-        yield row
-        if finite and (run.step % config.evaluate_every == 0 or run.step == config.steps):
-            valid = _validate(run)
-            metrics = valid["metrics"]
-            yield valid
-    if finite and metrics is None:  # a resumed run that was at its end, its valid row recorded
-        metrics = _evaluate(run)
-    if finite and keep:
-        _save(run)
-    yield _record(run, rows.end(run.program, run.step, run.seconds, metrics if finite else None))
-    if not keep and is_primary():
-        clear(run.folder)
-
-
-def _advance(run: Run) -> tuple[Row, bool]:
-    start = time.monotonic()
-    last = next_stop(run.config, run.step)
-    run.state, told = run.program.advance(run.config, run.feed, run.state, run.step, last)
-    run.seconds += time.monotonic() - start
-    run.step = told.step
+def _train(run: Run, feed: Feed, state: Any, done: int, until: int) -> tuple[Any, int, Row, bool]:
+    """The state and the steps made, their row, and whether the loss was finite."""
+    began = time.monotonic()
+    state, found = run.program.advance(run.config, feed, state, done, until)
+    run.seconds += time.monotonic() - began
     row = {
         "kind": "train",
-        "step": told.step,
-        "metrics": rows.shorten(told.metrics),
-        **rows.shorten(told.norms),
+        "step": found.step,
+        "metrics": _shorten(found.metrics),
+        **_shorten(found.norms),
         "seconds": round(run.seconds, 4),
     }
-    return _record(run, row), told.finite
+    return state, found.step, row, found.finite
 
 
-def _validate(run: Run) -> Row:
-    return _record(run, {"kind": "valid", "step": run.step, "metrics": _evaluate(run)})
+def _validate(run: Run, state: Any, step: int) -> Row:
+    run.metrics = records.clean(_shorten(run.program.evaluate(state)))
+    return {"kind": "valid", "step": step, "metrics": run.metrics}
 
 
-def _evaluate(run: Run) -> dict[str, float | None]:
-    return records.clean(rows.shorten(run.program.evaluate(run.state)))
+def _start_row(run: Run) -> Row:
+    """All that decides the run, and what it runs on."""
+    setup = run.program.setup
+    return {
+        "kind": "start",
+        "step": 0,
+        "config": to_fields(run.config),
+        "rule": setup.rule,
+        "data": setup.checksum,
+        "metric": setup.spec.metric,
+        "higher_is_better": setup.spec.higher_is_better,
+        "sizes": setup.sizes,
+        **_about(),
+    }
 
 
-def _record(run: Run, row: Row) -> Row:
-    row = records.clean(row)
-    if is_primary():
-        records.append(run.folder.records, row)
-    return row
+def _end_row(run: Run, state: Any, step: int) -> Row:
+    """What came of the run; one without a finite score has diverged."""
+    if run.metrics is None and not run.diverged:  # resumed at its end, its valid row recorded
+        _validate(run, state, step)
+    metrics = None if run.diverged else run.metrics
+    score = (metrics or {}).get(run.program.setup.spec.metric)
+    return {
+        "kind": "end",
+        "step": step,
+        "finished": True,
+        "diverged": score is None,
+        "metrics": metrics,
+        "score": score,
+        "seconds": round(run.seconds, 4),
+        "seconds_per_step": run.seconds / max(1, step),
+        "compile_seconds": round(run.program.compile_seconds, 3),
+        "state_bytes": run.program.setup.sizes["state_bytes"],
+        "temporary_bytes": run.program.temporary_bytes,
+        "peak_bytes": machine.peak_bytes(),
+    }
 
 
-def _is_due(run: Run, checkpoint_every: int | None) -> bool:
-    if checkpoint_every is None:
-        return time.monotonic() - run.saved_at > SAVE_SECONDS
-    return run.step - run.saved_step >= checkpoint_every
+def _about() -> Row:
+    return {"time": time.time(), "versions": machine.versions(), "hardware": machine.hardware()}
 
 
-def _save(run: Run) -> None:
-    if run.step > run.saved_step:
-        meta = identity(run.config, run.program.setup) | {"seconds": run.seconds}
-        save(run.folder, run.step, run.state, meta)
-        run.saved_step = run.step
-    run.saved_at = time.monotonic()
+def _check_finished(folder: RunFolder, config: RunConfig) -> None:
+    """Refuses a finished run of another config or rule; its data are not looked at."""
+    stored = folder.read_config()  # none where the records were unpacked
+    if stored is None:
+        return
+    rule = load_rule(config.optimizer)
+    ours = {"config": to_fields(config), "rule": None if rule is None else digest(rule)}
+    if lines := _unlike(ours, stored):
+        raise RunRefused(
+            f"{folder.path} holds another run, which is finished: {'; '.join(lines)}. Choose "
+            "another --out."
+        )
+
+
+def _unlike(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    unlike = differences(from_fields(ours["config"]), from_fields(stored["config"]))
+    lines = [f"{name} is {new!r}, was {old!r}" for name, (new, old) in unlike.items()]
+    for name in ("data", "rule"):
+        if name in ours and ours[name] != stored[name]:
+            lines.append(f"the {name} have another SHA-256")
+    return lines
+
+
+def _shorten(numbers: Any) -> Any:
+    """Six digits are enough for tables and pictures."""
+    if isinstance(numbers, dict):
+        return {name: _shorten(value) for name, value in numbers.items()}
+    return float(f"{numbers:.6g}")

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from celo2 import rulefile
-from celo2.metatrain.folder import MetaFolder
+from celo2.metatrain.status import check_kind
 from celo2.rule import FEATURES, Rule, RuleConfig
 from celo2.runs import records
+from celo2.runs.folder import RunFolder
 
 Row = dict[str, Any]
 
@@ -29,7 +30,7 @@ def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is not a folder: give the --out of a meta-training run.")
-    MetaFolder(run).check_kind()
+    check_kind(RunFolder(run))
     rows = records.read(run / "records.jsonl")
     figures = {}
     if train := of_kind(rows, "train"):

@@ -4,9 +4,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from celo2.metatrain.folder import MetaFolder
 from celo2.runs import checkpoint, records
-from celo2.runs.folder import is_alive, read_owner
+from celo2.runs.folder import RunFolder, is_alive, read_owner
 from celo2.runs.records import Row
 
 RECENT = 50  # rows
@@ -17,11 +16,11 @@ def status(out: str | PathLike) -> dict[str, Any]:
 
     Equal digests mean equal runs: it is over the state's arrays, the config and the data.
     """
-    folder = MetaFolder(Path(out))
+    folder = RunFolder(Path(out))
     stored = folder.read_config()
     if stored is None:
         raise FileNotFoundError(f"{folder.path} holds no run: it has no {folder.config.name}.")
-    folder.check_kind()
+    check_kind(folder)
     rows = records.read(folder.records)
     alive = is_alive(folder)
     found, damages = checkpoint.read_newest(folder.checkpoints)
@@ -47,6 +46,17 @@ def status(out: str | PathLike) -> dict[str, Any]:
         "data": stored["data"],
         "version": stored["version"],
     }
+
+
+def check_kind(folder: RunFolder) -> None:
+    """Raises a ValueError where the folder holds a run of another command."""
+    stored = folder.read_config()
+    if stored is not None and "iterations" not in stored.get("config", {}):
+        raise ValueError(
+            f"{folder.path} is a folder of `celo2 run`, not of `celo2 meta-train`: its rows are "
+            f"in {folder.records.name}, `celo2 run … --resume` continues it, and `celo2 plot` "
+            "and `celo2 report` show the folder of a whole `celo2 sweep`."
+        )
 
 
 def _newest(rows: list[Row], kind: str) -> Row:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import SingleDeviceSharding
 
-from celo2.runs.digest import digest_json, name_arrays
+from celo2.runs.digest import digest_json, like_tree, name_arrays
 from celo2.runs.fingerprint import fingerprint
 from celo2.runs.folder import RunRefused
 
@@ -55,12 +56,39 @@ def save(
 ) -> None:
     """Starts to write a checkpoint; `finish` tells how it went. `meta` holds config and data."""
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
-    arrays = name_arrays(_copy(state))
+    arrays = name_arrays(_copy(without_keys(state)))
     meta = {**meta, "format": FORMAT, "iteration": iteration}
     meta["digest"] = run_digest(arrays, meta)
     sealed = {**meta, "seal": digest_json(meta)}
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(sealed))
     manager.save(iteration, args=items, force=True)
+
+
+def to_state(abstract: Any, found: Checkpoint) -> Any:
+    """A checkpoint that was read in parts as a state of that structure."""
+    state = like_tree(abstract, found.arrays)
+    return jax.tree.map(
+        lambda x, like: jax.random.wrap_key_data(x) if _is_key(like) else x, state, abstract
+    )
+
+
+def stored_shapes(abstract: Any) -> Any:
+    """The shapes of what files hold of a state, each with its place on the devices."""
+    alone = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda s, like: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding or alone),
+        jax.eval_shape(without_keys, abstract),
+        abstract,
+    )
+
+
+def without_keys(state: Any) -> Any:
+    """The state with random keys as the numbers in them, which is what files can hold."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def finish(manager: ocp.CheckpointManager) -> None:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from celo2.metatrain.divergence import Limits, Streaks, inspect
 from celo2.metatrain.outer import MetaMetrics
-from celo2.metatrain.watch import Limits, Streaks, inspect
 
 NONE = Streaks()
 

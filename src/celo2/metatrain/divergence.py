@@ -1,4 +1,4 @@
-"""Notices a run that learns nothing any more, so that it does not burn hours."""
+"""When a meta-training run has diverged and is given up."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,10 +27,6 @@ class Limits:
             raise ValueError(f"patience={self.patience} must be at least 1.")
         if not self.weight_norm > 0:
             raise ValueError(f"weight_norm={self.weight_norm} must be positive.")
-
-
-class Diverged(RuntimeError):
-    """A run that was given up; its last good checkpoint and rule are kept."""
 
 
 class Trouble(NamedTuple):

@@ -1,0 +1,231 @@
+"""What the engine promises every run, shown by a job that only counts."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from celo2.runs import checkpoint, engine, records
+from celo2.runs.engine import Advanced, Diverged, Job, next_stop, run_job
+from celo2.runs.folder import RunFolder, RunRefused
+
+
+def counting(total=10, periods=(3,), bad_from=None, fatal_at=None, config=None, **options) -> Job:
+    """Adds 1 to an array at each count; unsound from `bad_from` on, given up at `fatal_at`."""
+    memory = {"calls": 0}
+
+    def advance(state, done, until):
+        memory["calls"] += 1
+        row = {"kind": "train", "step": until, "value": float(state["x"]) + until - done}
+        return Advanced(
+            {"x": state["x"] + (until - done), "key": state["key"]},
+            until,
+            [row],
+            sound=bad_from is None or until < bad_from,
+            fatal="it is hopeless" if fatal_at is not None and until >= fatal_at else None,
+        )
+
+    identity = {"config": config or {"a": 1}, "data": {}, "version": "1"}
+    state = {"x": jnp.zeros(()), "key": jax.random.key(0)}
+    return Job(
+        **{
+            "count": "step",
+            "total": total,
+            "identity": identity,
+            "differences": lambda stored: [
+                f"{k} differs" for k in identity["config"] if identity["config"] != stored["config"]
+            ],
+            "abstract": jax.eval_shape(lambda: state),
+            "begin": lambda: dict(state),
+            "advance": advance,
+            "periods": periods,
+            "first_rows": lambda state, done: [{"kind": "start", "step": done}],
+            "last_row": lambda state, done, reason: {"kind": "end", "step": done, "why": reason},
+            "memory": lambda: dict(memory),
+            "recall": lambda meta: memory.update(calls=meta["calls"]),
+            "save_first": True,
+            **options,
+        }
+    )
+
+
+def go(path, job=None, **options):
+    return list(run_job(RunFolder(path), lambda: job or counting(), **options))
+
+
+def of_kind(rows, kind):
+    return [row for row in rows if row["kind"] == kind]
+
+
+def newest(path):
+    return checkpoint.read_newest(path / "checkpoints")[0]
+
+
+def stop_after(calls):
+    asked = iter(range(calls))
+    return lambda: next(asked, None) is None
+
+
+def test_rows_are_recorded_in_order_and_the_end_is_saved(tmp_path):
+    rows = go(tmp_path)
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        ("start", 0),
+        *(("train", step) for step in (3, 6, 9, 10)),
+        ("end", 10),
+    ]
+    assert rows[-1]["why"] == "finished" and records.read(tmp_path / "records.jsonl") == rows
+    found = newest(tmp_path)
+    assert found.iteration == 10 and float(found.arrays["x"]) == 10
+    assert found.meta["calls"] == 4
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+def test_stopped_run_goes_on_where_it_was(tmp_path, calls):
+    whole = of_kind(go(tmp_path / "whole"), "train")
+    part = go(tmp_path / "part", stop=stop_after(calls))
+    assert part[-1] == {"kind": "end", "step": 3 * calls, "why": "stopped"}
+    job = counting()
+    rows = go(tmp_path / "part", job, resume=True)
+    assert rows[0] == {"kind": "start", "step": part[-1]["step"]}
+    assert of_kind(records.read(tmp_path / "part" / "records.jsonl"), "train") == whole
+    assert newest(tmp_path / "part").meta["calls"] == 4
+
+
+def test_random_keys_survive_a_checkpoint(tmp_path):
+    go(tmp_path, stop=stop_after(1))
+    seen = []
+    job = counting(first_rows=lambda state, done: seen.append(state) or [])
+    go(tmp_path, job, resume=True)
+    assert jnp.issubdtype(seen[0]["key"].dtype, jax.dtypes.prng_key)
+    drawn = [jax.random.uniform(key) for key in (seen[0]["key"], jax.random.key(0))]
+    assert drawn[0] == drawn[1]
+
+
+def test_leaving_the_loop_saves_first(tmp_path):
+    rows = run_job(RunFolder(tmp_path), counting)
+    next(row for row in rows if row.get("step") == 6)
+    rows.close()
+    assert newest(tmp_path).iteration == 6
+
+
+def test_time_limit_lets_the_first_call_through(tmp_path):
+    assert go(tmp_path, minutes=0)[-1] == {"kind": "end", "step": 3, "why": "time is up"}
+    assert newest(tmp_path).iteration == 3
+
+
+def test_checkpoints_come_as_often_as_asked(tmp_path):
+    go(tmp_path, counting(total=12, periods=(2,)), checkpoint_every=4)
+    assert checkpoint.list_iterations(tmp_path / "checkpoints") == [4, 8, 12]
+    with pytest.raises(ValueError, match="checkpoint_every=0 must be at least 1"):
+        go(tmp_path, checkpoint_every=0)
+
+
+def test_finished_run_need_not_keep_its_checkpoints(tmp_path):
+    go(tmp_path / "a", counting(keep=False))
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    go(tmp_path / "b", counting(keep=False), stop=stop_after(1))
+    assert newest(tmp_path / "b").iteration == 3
+
+
+def test_finished_run_is_only_repeated(tmp_path):
+    end = {"kind": "end", "step": 10}
+
+    def never():
+        raise AssertionError("the job is not needed")
+
+    rows = list(run_job(RunFolder(tmp_path), never, resume=True, finished=lambda: end))
+    assert rows == [end]
+
+
+def test_unsound_state_is_not_saved(tmp_path):
+    rows = go(tmp_path, counting(bad_from=6))
+    assert newest(tmp_path).iteration == 0
+    assert "what step 0 saved is kept" in of_kind(rows, "warning")[-1]["cause"]
+
+
+def test_hopeless_run_is_given_up_with_its_last_good_checkpoint(tmp_path):
+    rows = []
+    with pytest.raises(Diverged, match="it is hopeless. .* what step 3 saved is in"):
+        job = counting(bad_from=6, fatal_at=6)
+        rows.extend(run_job(RunFolder(tmp_path), lambda: job, checkpoint_every=3))
+    assert records.read(tmp_path / "records.jsonl")[-1]["why"] == "diverged"
+    assert newest(tmp_path).iteration == 3
+
+
+def test_existing_run_is_refused_without_resume_and_if_it_differs(tmp_path):
+    go(tmp_path)
+    with pytest.raises(RunRefused, match="holds a run: continue it with --resume"):
+        go(tmp_path)
+    with pytest.raises(RunRefused, match="holds another run: b differs. Resume with what"):
+        go(tmp_path, counting(config={"b": 2}), resume=True)
+
+
+def test_rows_after_the_checkpoint_are_dropped(tmp_path):
+    go(tmp_path, stop=stop_after(2))
+    path = tmp_path / "records.jsonl"
+    records.append(path, {"kind": "train", "step": 9})
+    path.write_bytes(path.read_bytes() + b'{"kind": "tra')
+    go(tmp_path, resume=True)
+    assert [row["step"] for row in of_kind(records.read(path), "train")] == [3, 6, 9, 10]
+
+
+def test_failed_saves_are_reported_and_end_the_run_only_if_they_go_on(tmp_path, monkeypatch):
+    save, calls = checkpoint.save, itertools.count(1)
+
+    def full_disk(*arguments):
+        if next(calls) in failing:
+            raise OSError(28, "No space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    failing = (2, 3)
+    rows = go(tmp_path / "a", counting(total=12), checkpoint_every=3)
+    warnings = of_kind(rows, "warning")
+    assert [row["step"] for row in warnings] == [3, 6]
+    assert "No space left on device" in warnings[0]["cause"]
+    assert newest(tmp_path / "a").iteration == 12
+    calls, failing = itertools.count(1), range(2, 10)
+    with pytest.raises(OSError, match="the newest is of step 0"):
+        go(tmp_path / "b", counting(total=12), checkpoint_every=3)
+
+
+def test_further_rows_come_after_those_of_the_call(tmp_path):
+    job = counting(
+        total=6, follow=lambda state, done: iter([{"kind": "more", "step": done}] * (done == 6))
+    )
+    kinds = [row["kind"] for row in go(tmp_path, job)]
+    assert kinds == ["start", "train", "train", "more", "end"]
+
+
+def test_run_can_be_over_early(tmp_path):
+    def advance(state, done, until):
+        return Advanced(state, 2, [{"kind": "train", "step": 2}], over=True)
+
+    rows = go(tmp_path, counting(advance=advance))
+    assert rows[-1] == {"kind": "end", "step": 2, "why": "finished"}
+
+
+def test_exports_go_with_checkpoints_and_their_failure_is_told(tmp_path):
+    def export(state, done):
+        if done == 3:
+            raise OSError(28, "No space left on device", "rule")
+        exported.append((done, np.asarray(state["x"]).item()))
+
+    exported = []
+    rows = go(tmp_path, counting(total=6, export=export), checkpoint_every=3)
+    assert exported == [(0, 0.0), (6, 6.0)]
+    assert "rule: No space left" in of_kind(rows, "warning")[0]["cause"]
+
+
+def test_next_stop_is_the_nearest_boundary():
+    stops = itertools.accumulate(range(8), lambda i, _: next_stop(i, 25, [7, 10]), initial=0)
+    assert list(stops)[:7] == [0, 7, 10, 14, 20, 21, 25]
+
+
+def test_save_interval_depends_on_what_comes_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "SAVE_SECONDS", 1e9)
+    job = counting(total=9, save_seconds=lambda until: -1.0 if until == 6 else 1e9)
+    go(tmp_path, job)
+    assert checkpoint.list_iterations(tmp_path / "checkpoints") == [0, 3, 9]
