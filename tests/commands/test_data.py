@@ -1,3 +1,4 @@
+import lzma
 import sys
 import types
 
@@ -54,6 +55,38 @@ def test_offline_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     assert cli.main(["data", "tokens", *options]) == 2
     err = capsys.readouterr().err
     assert err.startswith("celo2: HuggingFaceFW/fineweb-edu") and err.count("\n") == 1
+
+
+def fetching(calls):
+    """A stand-in for `fetch` that keeps what it was asked for."""
+
+    def fetch(folder, names, **options):
+        calls.append((folder, names))
+        for split in ("train", "val"):
+            path = f"{folder}/wikipedia_en_{split}.txt.xz"
+            with open(path, "wb") as file:
+                file.write(lzma.compress(split.encode()))
+        return {"wikipedia_en_train.txt.xz": "ab" * 32}
+
+    return fetch
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (["wikipedia"], ("wikipedia",)),
+        (["svhn", "wikipedia"], ("svhn", "wikipedia")),
+        (["--names", "cifar10"], ("cifar10",)),
+        ([], ("mnist", "fashion_mnist", "cifar10", "svhn")),
+    ],
+)
+def test_fetch_takes_names_as_arguments_or_option(given, asked, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr("celo2.commands.data.fetch", fetching(calls))
+    assert cli.main(["data", "fetch", *given, "--data", str(tmp_path)]) == 0
+    assert calls == [(str(tmp_path), asked)]
+    said = "another text than that of the records" in capsys.readouterr().out
+    assert said == ("wikipedia" in asked)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import lzma
 import socket
 import sys
 import time
@@ -7,7 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from celo2.tasks import download, images
+from celo2.runs.digest import digest_arrays
+from celo2.tasks import download, images, load_text
 from celo2.tasks.download import area_average, area_weights, shrink
 from conftest import data_folder
 
@@ -216,3 +219,117 @@ def test_shrinking_reproduces_the_8x8_files(name):
     if "test_index" in full.files:  # a subset of the whole split
         expected = expected[full["test_index"]]
     np.testing.assert_array_equal(shrink(full["test_x"]), expected)
+
+
+ARTICLE_COUNT = 400
+
+
+def article(number):
+    return {
+        "title": f"No. {number}",
+        "text": f"{number} <b>is</b>  a number. " * (20 + number % 50),
+    }
+
+
+@pytest.fixture
+def wikipedia(hub, monkeypatch):
+    """A stand-in for the hub's Wikipedia, of which 20 kB are to be read."""
+
+    def load_dataset(*place, **options):
+        hub.calls.append((place, options))
+        for number in range(ARTICLE_COUNT):
+            hub.read = number
+            yield article(number)
+
+    hub.load_dataset = load_dataset
+    monkeypatch.setattr(download, "WIKIPEDIA_BYTES", 20_000)
+    monkeypatch.setattr(download, "SHORTEST", 600)
+    return hub
+
+
+def test_wikipedia_is_streamed_until_there_are_enough_bytes(wikipedia, tmp_path):
+    rows = []
+    digests = download.fetch(tmp_path, ["wikipedia"], report=rows.append)
+    corpus = load_text("wikipedia_en", tmp_path)
+    assert wikipedia.calls == [
+        (("wikimedia/wikipedia", "20231101.en"), {"split": "train", "streaming": True})
+    ]
+    assert 20_000 <= len(corpus.train) + len(corpus.valid) < 22_000
+    assert wikipedia.read < ARTICLE_COUNT - 1
+    assert rows[-1] == download.FetchProgress("wikipedia", "written", 20_000, 20_000)
+    assert [row.done for row in rows] == sorted(row.done for row in rows)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for split, text in (("train", corpus.train), ("val", corpus.valid)):
+        file = f"wikipedia_en_{split}.txt.xz"
+        assert digests[file] == manifest[file]["sha256"] == hashlib.sha256(text).hexdigest()
+        assert manifest[file]["repository"] == "wikimedia/wikipedia 20231101.en"
+
+
+def test_wikipedia_s_articles_are_whole_long_drawn_and_in_one_split(wikipedia, tmp_path):
+    download.fetch(tmp_path, ["wikipedia"])
+    corpus = load_text("wikipedia_en", tmp_path)
+    splits = [text.tobytes().decode().split("\n\n\n") for text in (corpus.train, corpus.valid)]
+    numbers = [[int(part.split("\n")[0][4:]) for part in parts] for parts in splits]
+    whole = numbers[0] + numbers[1]
+    assert len(set(whole)) == len(whole) and whole != sorted(whole)
+    assert 0.03 < len(whole) / wikipedia.read < 0.2
+    assert 0.05 <= len(corpus.valid) / (len(corpus.train) + len(corpus.valid)) < 0.15
+    for number, part in zip(whole, splits[0] + splits[1], strict=True):
+        assert len(article(number)["text"]) >= 600
+        expected = f"{number} is a number. " * (20 + number % 50)
+        assert part.strip("\n") == f"No. {number}\n\n{expected.strip()}"
+
+
+def test_same_dump_gives_the_same_text_and_a_good_one_is_kept(wikipedia, tmp_path):
+    first = download.fetch(tmp_path, ["wikipedia"])
+    assert download.fetch(tmp_path, ["wikipedia"]) == first and len(wikipedia.calls) == 1
+    assert download.fetch(tmp_path, ["wikipedia"], force=True) == first
+    assert len(wikipedia.calls) == 2
+    path = tmp_path / "wikipedia_en_val.txt.xz"
+    for content in (path.read_bytes()[:-30], lzma.compress(b"something else")):
+        path.write_bytes(content)
+        assert download.fetch(tmp_path, ["wikipedia"]) == first
+    assert len(wikipedia.calls) == 4
+
+
+def test_text_of_another_origin_is_kept(wikipedia, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"wikipedia_en_{split}.txt.xz").write_bytes(lzma.compress(split.encode()))
+    assert len(download.fetch(tmp_path, ["wikipedia"])) == 2
+    assert wikipedia.calls == [] and load_text("wikipedia_en", tmp_path).valid.tobytes() == b"val"
+
+
+def test_wikipedia_that_ends_early_leaves_nothing(wikipedia, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "WIKIPEDIA_BYTES", 10**9)
+    with pytest.raises(download.FetchError, match=r"ended after [\d,]+ bytes instead of 1,000,000"):
+        download.fetch(tmp_path, ["wikipedia"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wikipedia_offline_names_other_texts(wikipedia, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(download, "_answers", lambda url, timeout: False)
+    with pytest.raises(
+        download.FetchError, match="wikipedia .*does not answer.*--text.*python-doc"
+    ):
+        download.fetch(tmp_path, ["wikipedia"])
+
+
+def test_text_of_the_records_is_recognised(tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        (tmp_path / f"wikipedia_en_{split}.txt.xz").write_bytes(lzma.compress(split.encode()))
+    assert "another text than that of the records" in download.compare_with_records(tmp_path)
+    digest = hashlib.sha256(b"trainval").hexdigest()
+    monkeypatch.setattr(download, "RECORDS_TEXT", digest)
+    assert download.compare_with_records(tmp_path).startswith("wikipedia_en is the text of the rec")
+
+
+def test_real_text_is_that_of_the_records():
+    folder = data_folder()
+    if not (folder / "wikipedia_en_train.txt.xz").is_file():
+        pytest.skip("the data folder has no wikipedia_en")
+    assert "is the text of the records" in download.compare_with_records(folder)
+    # The checksum in the records is over the arrays with their names.
+    corpus = load_text("wikipedia_en", folder)
+    found = digest_arrays({"train": corpus.train, "valid": corpus.valid})
+    assert found == "366fa9fa8d7d06000581dbfd11ef0231f45cc3a6d1ca5a1b5283b819cecaf805"

@@ -1,4 +1,4 @@
-"""`celo2 data`: fetch image sets, make token folders, check them."""
+"""`celo2 data`: fetch datasets, make token folders, check them."""
 
 import sys
 import time
@@ -7,7 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from celo2.tasks.download import FetchError, FetchProgress, fetch
+from celo2.tasks.download import (
+    ARTICLES,
+    FetchError,
+    FetchProgress,
+    compare_with_records,
+    fetch,
+)
 from celo2.tasks.images import IMAGE_SETS
 from celo2.tasks.tokenize import SHARD, SUBSET, VALID_EVERY, TokenProgress, make_tokens
 from celo2.tasks.tokens import SPLITS, TokenFolder, read_token_folder, verify_token_folder
@@ -29,22 +35,28 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def fetch_images(
-    names: tuple[str, ...] = IMAGE_SETS,
+def fetch_datasets(
+    datasets: tyro.conf.Positional[tuple[str, ...]] = (),
+    names: tuple[str, ...] = (),
     data: str | None = None,
     full: bool = False,
     force: bool = False,
 ) -> None:
-    """Download image sets from the Hugging Face hub and shrink them to 8×8.
+    """Download datasets from the Hugging Face hub: image sets, shrunk to 8×8, or Wikipedia's text.
 
     Args:
-        names: which of mnist, fashion_mnist, cifar10, svhn.
+        datasets: which of mnist, fashion_mnist, cifar10, svhn, wikipedia; by default the four
+            image sets.
+        names: the same, as an option.
         data: where to; by default CELO2_DATA, else the cache folder, where they are looked for.
         full: keep the images at full size too.
         force: download again what is there already.
     """
-    for name, digest in fetch(data, names, full=full, force=force, report=show).items():
-        print(f"{name:<24} sha256 {digest}")
+    chosen = (*datasets, *names) or IMAGE_SETS
+    for name, digest in fetch(data, chosen, full=full, force=force, report=show).items():
+        print(f"{name:<26} sha256 {digest}")
+    if ARTICLES in chosen:
+        print(compare_with_records(data))
 
 
 def tokens(
@@ -104,7 +116,7 @@ def check(folder: str) -> None:
     print(summary(found))
 
 
-COMMANDS = {"fetch": fetch_images, "tokens": tokens, "check": check}
+COMMANDS = {"fetch": fetch_datasets, "tokens": tokens, "check": check}
 
 
 def show(progress: FetchProgress) -> None:

@@ -1,7 +1,12 @@
-"""Downloads through Hugging Face: the image sets, written in our format, and clear errors."""
+"""Downloads through Hugging Face: the image sets and a text, written in our formats."""
 
+import hashlib
+import html
 import json
+import lzma
 import os
+import random
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +23,7 @@ from celo2.tasks.datafiles import (
     cache_folder,
     import_extra,
     named_folder,
+    open_text,
     write_whole,
 )
 from celo2.tasks.images import (
@@ -29,6 +35,7 @@ from celo2.tasks.images import (
     image_shape,
     read_arrays,
 )
+from celo2.tasks.text import PYTHON_DOCS, WIKIPEDIA, load_text, text_files
 
 MANIFEST = "manifest.json"
 TIMEOUT = 5.0  # seconds for the first answer; a hub client alone takes half a minute to give up
@@ -53,14 +60,32 @@ SOURCES = {
 }
 OFFLINE_IMAGES = "copy the .npz files from another machine, or use the embedded dataset 'digits'"
 
+# The text is made as the one of the records was, from a newer dump: articles drawn at random from
+# its beginning, the short ones left out, until there are so many bytes.
+ARTICLES = "wikipedia"
+WIKIPEDIA_REPOSITORY, WIKIPEDIA_DUMP = "wikimedia/wikipedia", "20231101.en"
+WIKIPEDIA_BYTES = 36_000_000
+WIKIPEDIA_VALID = 0.05  # of the bytes
+DRAWN = 0.1  # of the articles: 2,000 of the first 20,000 or so
+SHORTEST = 1500  # characters
+# SHA-256 of the records' text, training followed by validation.
+RECORDS_TEXT = "04b541c19bc74f86206848e56e147aaac284f216f1041a0bef93cc285a288518"
+OFFLINE_TEXT = f"name a text file of your own with --text, or use the embedded text {PYTHON_DOCS!r}"
+
 
 class FetchProgress(NamedTuple):
-    """How far one dataset is: `done` of `total` images; `state` is converting, written or kept."""
+    """How far one dataset is: `done` of `total` images, or bytes of text.
+
+    `state` is converting, written or kept.
+    """
 
     name: str
     state: str
     done: int
     total: int
+
+
+Report = Callable[[FetchProgress], None]
 
 
 class FetchError(RuntimeError):
@@ -73,34 +98,33 @@ def fetch(
     *,
     full: bool = False,
     force: bool = False,
-    report: Callable[[FetchProgress], None] = lambda progress: None,
+    report: Report = lambda progress: None,
 ) -> dict[str, str]:
-    """Downloads datasets into `folder` and returns each file's name and SHA-256 of its arrays.
+    """Downloads datasets into `folder` and returns each file's name and SHA-256.
+
+    It is that of an image file's arrays or of the text, before they are compressed.
 
     A file appears whole or not at all, and `manifest.json` beside it keeps its origin. A good file
     that is there already is kept, unless the manifest knows it by another SHA-256.
 
     Args:
         folder: by default CELO2_DATA, else the cache folder; made if missing.
-        names: which of mnist, fashion_mnist, cifar10, svhn.
+        names: which of mnist, fashion_mnist, cifar10, svhn, wikipedia.
         full: also write the images at full resolution, `<name>.npz`.
         force: download again what is there already.
         report: called with the progress, about once per thousand images.
     """
     for name in names:
-        if name not in SOURCES:
-            raise ValueError(f"{name!r} is not one of {', '.join(SOURCES)}.")
+        if name not in (*SOURCES, ARTICLES):
+            raise ValueError(f"{name!r} is not one of {', '.join((*SOURCES, ARTICLES))}.")
     folder = named_folder(folder) or cache_folder()
     sizes: list[Size] = ["8x8", "full"] if full else ["8x8"]
     digests: dict[str, str] = {}
     for name in names:
-        kept = {} if force else _good_files(folder, name, sizes)
-        digests |= kept
-        if len(kept) == len(sizes):
-            report(FetchProgress(name, "kept", 1, 1))
+        if name == ARTICLES:
+            digests |= _fetch_wikipedia(folder, force, report)
         else:
-            missing = [size for size in sizes if image_file(name, size) not in kept]
-            digests |= _fetch_images(folder, name, missing, report)
+            digests |= _fetch_images(folder, name, sizes, force, report)
     return digests
 
 
@@ -166,29 +190,23 @@ def _add_to_manifest(folder: Path, file: str, entry: dict[str, Any]) -> None:
     write_whole(folder / MANIFEST, lambda opened: opened.write(content))
 
 
-def _good_files(folder: Path, name: str, sizes: Sequence[Size]) -> dict[str, str]:
-    """The dataset's files that need no download, and the SHA-256 of their arrays."""
-    manifest, good = read_manifest(folder), {}
-    for size in sizes:
-        file = image_file(name, size)
-        try:
-            arrays = read_arrays(folder / file, image_shape(name, size))
-        except (OSError, ValueError):
-            continue
-        digest = array_checksum(arrays[key] for key in ARRAYS)
-        if manifest.get(file, {}).get("sha256", digest) == digest:
-            good[file] = digest
-    return good
+def _is_good(folder: Path, file: str, digest: str) -> bool:
+    """Whether the manifest has the file with that SHA-256, or not at all."""
+    return read_manifest(folder).get(file, {}).get("sha256", digest) == digest
 
 
 def _fetch_images(
-    folder: Path, name: str, sizes: Sequence[Size], report: Callable[[FetchProgress], None]
+    folder: Path, name: str, sizes: Sequence[Size], force: bool, report: Report
 ) -> dict[str, str]:
+    digests = {} if force else _kept_images(folder, name, sizes)
+    missing: list[Size] = [size for size in sizes if image_file(name, size) not in digests]
+    if not missing:
+        report(FetchProgress(name, "kept", 1, 1))
+        return digests
     datasets, source = import_extra("datasets"), SOURCES[name]
-    splits = [_read_split(datasets, name, split, sizes, report) for split in ("train", "test")]
+    splits = [_read_split(datasets, name, split, missing, report) for split in ("train", "test")]
     folder.mkdir(parents=True, exist_ok=True)
-    digests = {}
-    for size, train, test in zip(sizes, *splits, strict=True):
+    for size, train, test in zip(missing, *splits, strict=True):
         file, arrays = image_file(name, size), train | test
         check_arrays(arrays, image_shape(name, size))
         write_whole(folder / file, partial(np.savez_compressed, **arrays))
@@ -203,8 +221,23 @@ def _fetch_images(
     return digests
 
 
+def _kept_images(folder: Path, name: str, sizes: Sequence[Size]) -> dict[str, str]:
+    """The dataset's files that need no download, and the SHA-256 of their arrays."""
+    kept = {}
+    for size in sizes:
+        file = image_file(name, size)
+        try:
+            arrays = read_arrays(folder / file, image_shape(name, size))
+        except (OSError, ValueError):
+            continue
+        digest = array_checksum(arrays[key] for key in ARRAYS)
+        if _is_good(folder, file, digest):
+            kept[file] = digest
+    return kept
+
+
 def _read_split(
-    datasets: Any, name: str, split: str, sizes: Sequence[Size], report: Callable
+    datasets: Any, name: str, split: str, sizes: Sequence[Size], report: Report
 ) -> list[dict[str, np.ndarray]]:
     """The arrays of one split, for each of the sizes."""
     source = SOURCES[name]
@@ -219,7 +252,7 @@ def _read_split(
 
 
 def _convert(
-    dataset: Any, name: str, split: str, sizes: Sequence[Size], report: Callable
+    dataset: Any, name: str, split: str, sizes: Sequence[Size], report: Report
 ) -> Iterator[tuple[np.ndarray, ...]]:
     source = SOURCES[name]
     done = source.train if split == "test" else 0
@@ -263,3 +296,97 @@ def _average_axis(images: np.ndarray, size: int, axis: int) -> np.ndarray:
     for target, pixel in zip(*np.nonzero(weights), strict=True):
         average[target] += weights[target, pixel] * source[pixel]
     return np.moveaxis(average, 0, axis)
+
+
+# Articles of the English Wikipedia.
+
+
+def compare_with_records(data: str | os.PathLike | None = None) -> str:
+    """A line that says whether the data folder's Wikipedia is the text of the records."""
+    digest = load_text(WIKIPEDIA, data).checksum()
+    if digest == RECORDS_TEXT:
+        return f"{WIKIPEDIA} is the text of the records: sha256 {digest}"
+    return (
+        f"{WIKIPEDIA} is another text than that of the records, so losses cannot be compared with "
+        f"theirs: sha256 {digest}, theirs {RECORDS_TEXT}"
+    )
+
+
+def _fetch_wikipedia(folder: Path, force: bool, report: Report) -> dict[str, str]:
+    paths = text_files(WIKIPEDIA, folder)
+    if not force and (kept := _kept_texts(folder, paths)):
+        report(FetchProgress(ARTICLES, "kept", 1, 1))
+        return kept
+    articles = list(_draw_articles(report))
+    random.Random(0).shuffle(articles)
+    folder.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for path, text in zip(paths, _split_articles(articles), strict=True):
+        write_whole(path, lambda file, text=text: file.write(lzma.compress(text)))
+        digests[path.name] = hashlib.sha256(text).hexdigest()
+        entry = {
+            "repository": f"{WIKIPEDIA_REPOSITORY} {WIKIPEDIA_DUMP}",
+            "sha256": digests[path.name],
+            "bytes": len(text),
+        }
+        _add_to_manifest(folder, path.name, entry)
+    report(FetchProgress(ARTICLES, "written", WIKIPEDIA_BYTES, WIKIPEDIA_BYTES))
+    return digests
+
+
+def _kept_texts(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
+    """The files and the SHA-256 of their texts if both are good, else nothing."""
+    kept = {}
+    for path in paths:
+        try:
+            with open_text(path) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except (OSError, ValueError):
+            return {}
+        if not _is_good(folder, path.name, digest):
+            return {}
+        kept[path.name] = digest
+    return kept
+
+
+def _draw_articles(report: Report) -> Iterator[bytes]:
+    """Articles drawn from the dump until they have WIKIPEDIA_BYTES, in the dump's order."""
+    datasets, draw, size = import_extra("datasets"), random.Random(0), 0
+    what = f"{ARTICLES} ({WIKIPEDIA_REPOSITORY}, {WIKIPEDIA_DUMP})"
+    with hub_access(what, OFFLINE_TEXT):
+        rows = datasets.load_dataset(
+            WIKIPEDIA_REPOSITORY, WIKIPEDIA_DUMP, split="train", streaming=True
+        )
+        for row in rows:
+            # Drawn before the length is looked at, so that a draw depends on its place alone.
+            if draw.random() >= DRAWN or len(row["text"]) < SHORTEST:
+                continue
+            article = clean_article(row["title"], row["text"]).encode()
+            yield article
+            size += len(article)
+            done = min(size, WIKIPEDIA_BYTES)
+            report(FetchProgress(ARTICLES, "converting", done, WIKIPEDIA_BYTES))
+            if size >= WIKIPEDIA_BYTES:
+                return
+    raise FetchError(f"{what} ended after {size:,} bytes instead of {WIKIPEDIA_BYTES:,}.")
+
+
+def clean_article(title: str, text: str) -> str:
+    """The article under its title: no tags or entities, one blank or empty line in a row.
+
+    >>> clean_article("Sum", "1  &lt; 2<br/>\\n\\n\\nEnd ")
+    'Sum\\n\\n1 < 2\\n\\nEnd\\n'
+    """
+    text = html.unescape(re.sub(r"</?[a-zA-Z][^<>\n]*>", "", text))
+    text = re.sub(r"[^\S\n]+", " ", text)
+    text = re.sub(r" ?\n ?", "\n", text)
+    return f"{title}\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _split_articles(articles: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Training text and validation text; the latter are the last articles."""
+    cut, valid, total = len(articles), 0, sum(map(len, articles))
+    while valid < WIKIPEDIA_VALID * total:
+        cut -= 1
+        valid += len(articles[cut])
+    return b"\n\n".join(articles[:cut]), b"\n\n".join(articles[cut:])

@@ -128,10 +128,11 @@ def _load_from_folder(name: str, folder: Path) -> Corpus:
     paths = text_files(name, folder)
     for path in paths:
         if not path.is_file():
+            made = "make one with `celo2 data fetch wikipedia`, or " if name == WIKIPEDIA else ""
             raise FileNotFoundError(
                 f"{name} needs the file {path.name}, which is not in {folder}. Point {ENVIRONMENT} "
-                f"to a folder that holds it, or name a text file of your own, or use the embedded "
-                f"text {PYTHON_DOCS!r}."
+                f"to a folder that holds it, or {made}name a text file of your own, or use the "
+                f"embedded text {PYTHON_DOCS!r}."
             )
     train, valid = map(_read_bytes, paths)
     return Corpus(name, ", ".join(map(str, paths)), train, valid, BYTES)
