@@ -13,12 +13,19 @@ from celo2.tasks import TASKS, minatar, over_seeds, ppo
 from celo2.tasks.ppo import PPOConfig
 
 TINY = PPOConfig("breakout", environments=4, rollout=16, epochs=2, minibatches=2, hidden=(8, 8))
-ADAMW = partial(optax.adamw, **ppo.ADAMW)
+
+
+ADAMW = partial(optax.adamw, eps=1e-5, weight_decay=0.0)  # the paper's
+
+
+def clipped(optimizer):
+    """The optimizer behind the paper's clip."""
+    return optax.chain(optax.clip_by_global_norm(0.5), optimizer)
 
 
 @pytest.fixture(scope="module")
 def trainer():
-    return ppo.ppo_trainer(TINY, ppo.paper_optimizer(TINY, ADAMW, 1e-3))
+    return ppo.ppo_trainer(TINY, clipped(ADAMW(1e-3)))
 
 
 def random_batch(config, inputs=5, actions=3, size=32):
@@ -36,10 +43,10 @@ def random_batch(config, inputs=5, actions=3, size=32):
     return params, ppo.Batch(*map(jnp.asarray, batch))
 
 
-def test_whole_run_is_the_papers():
+def test_iteration_is_the_papers():
     config = PPOConfig()
-    assert config.iterations == 1220
     assert config.updates_per_step == 32
+    assert 10_000_000 // config.samples == 1220
     assert config.samples == 64 * 128
 
 
@@ -47,10 +54,8 @@ def test_whole_run_is_the_papers():
     ("changes", "message"),
     [
         ({"game": "pong"}, "game='pong' is not one of asterix, breakout"),
-        ({"activation": "gelu"}, "activation='gelu' is not one of tanh, relu"),
         ({"environments": 0}, "environments=0 must be at least 1"),
         ({"minibatches": 7}, "minibatches=7 must divide environments × rollout = 8192"),
-        ({"env_steps": 8191}, "env_steps=8191 is less than one iteration"),
         ({"discount": 1.01}, "discount=1.01 must be between 0 and 1"),
         ({"clip": -0.1}, "clip=-0.1 must not be negative"),
         ({"value_weight": math.nan}, "value_weight=nan must not be negative"),
@@ -159,17 +164,6 @@ def test_several_seeds_train_side_by_side(trainer):
     assert scores["return"].shape == metrics["loss"].shape == (3,)
 
 
-def test_papers_optimizer_clips_the_gradient_and_decays_linearly_to_zero():
-    config = dataclasses.replace(TINY, env_steps=5 * TINY.samples)
-    tx = ppo.paper_optimizer(config, optax.sgd, 0.1)
-    params, sizes = {"w": jnp.zeros(4)}, []
-    state = tx.init(params)
-    for _ in range(21):
-        updates, state = tx.update({"w": jnp.full(4, 50.0)}, state, params)
-        sizes.append(float(optax.tree.norm(updates)))
-    np.testing.assert_allclose(sizes, 0.5 * 0.1 * (1 - np.arange(21) / 20), atol=1e-7)
-
-
 @pytest.mark.parametrize("game", minatar.GAMES)
 def test_every_game_is_in_the_table_and_trains_under_celo2(game):
     spec = TASKS[f"minatar-{game}"]
@@ -184,13 +178,14 @@ def test_every_game_is_in_the_table_and_trains_under_celo2(game):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer", [lambda: (ADAMW, 1e-3), lambda: (celo2, 4.64e-4)], ids=["adamw", "celo2"]
+    ("optimizer", "rate"), [(ADAMW, 1e-3), (celo2, 4.64e-4)], ids=["adamw", "celo2"]
 )
-def test_return_rises_on_breakout(optimizer):
-    config = PPOConfig("breakout", env_steps=200_000)
-    trainer = ppo.ppo_trainer(config, ppo.paper_optimizer(config, *optimizer()))
+def test_return_rises_on_breakout(optimizer, rate):
+    config, iterations = PPOConfig("breakout"), 24
+    schedule = optax.linear_schedule(rate, 0.0, iterations * config.updates_per_step)
+    trainer = ppo.ppo_trainer(config, clipped(optimizer(schedule)))
     state, returns = trainer.init(jax.random.key(0)), []
-    for key in jax.random.split(jax.random.key(1), config.iterations):
+    for key in jax.random.split(jax.random.key(1), iterations):
         state, metrics = trainer.step(state, key)
         returns.append(float(metrics["return"]))
     # A random player has 0.3; in runs of 500,000 steps both were at 5 or more by this point.

@@ -65,23 +65,21 @@ class ImageSet(NamedTuple):
 
 
 def select_images(
-    names: str | Sequence[str] | None = None,
-    data: str | os.PathLike | None = None,
-    size: Size = "8x8",
+    names: str | Sequence[str] | None = None, data: str | os.PathLike | None = None
 ) -> tuple[ImageSet, ...]:
-    """The datasets called `names`; for None or "auto" those of the folder, else the embedded one.
+    """The 8×8 datasets called `names`; for None those of the folder, else the embedded one.
 
     Each one's `name` and `source` say what was chosen; an automatic choice is logged as well.
     """
-    if names is None or names == "auto":
+    if names is None:
         folder = data_folder(data)
-        found = tuple(name for name in IMAGE_SETS if (folder / image_file(name, size)).is_file())
+        found = tuple(name for name in IMAGE_SETS if (folder / image_file(name, "8x8")).is_file())
         _log_choice(found, str(folder))
         names = found or (DIGITS,)
     names = (names,) if isinstance(names, str) else tuple(names)
     if not names:
         raise ValueError(f"names is empty: name some of {', '.join((*IMAGE_SETS, DIGITS))}.")
-    return tuple(load_images(name, data, size) for name in names)
+    return tuple(load_images(name, data) for name in names)
 
 
 def load_images(name: str, data: str | os.PathLike | None = None, size: Size = "8x8") -> ImageSet:
@@ -206,10 +204,10 @@ class ImageBank(NamedTuple):
     sizes: Array  # int32 [datasets], the images that count
 
 
-def image_bank(sets: Sequence[ImageSet], split: Literal["train", "test"] = "train") -> ImageBank:
-    """One split of several datasets as one device array, images flattened."""
-    images = [getattr(s, f"{split}_x").reshape(len(getattr(s, f"{split}_x")), -1) for s in sets]
-    labels = [getattr(s, f"{split}_y") for s in sets]
+def image_bank(sets: Sequence[ImageSet]) -> ImageBank:
+    """The training images of several datasets as one device array, flattened."""
+    images = [s.train_x.reshape(len(s.train_x), -1) for s in sets]
+    labels = [s.train_y for s in sets]
     if len({x.shape[1] for x in images}) != 1:
         sizes = ", ".join(f"{s.name} {x.shape[1]}" for s, x in zip(sets, images, strict=True))
         raise ValueError(f"A bank needs images of one size, but the pixels are: {sizes}.")

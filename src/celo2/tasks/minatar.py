@@ -1,9 +1,9 @@
 """MinAtar games and the policy that plays them: networks, parallel games, advantages."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ GAMES = {
     "freeway": "Freeway-MinAtar",
     "spaceinvaders": "SpaceInvaders-MinAtar",
 }
-
-Activation = Literal["tanh", "relu"]
-ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {"tanh": jnp.tanh, "relu": jax.nn.relu}
 
 POLICY_GAIN = 0.01  # small, so that the first policy is nearly uniform
 VALUE_GAIN = 1.0
@@ -82,17 +79,17 @@ def start_games(game: Game, key: Array, environments: int) -> GameStates:
 
 
 def play_games(
-    game: Game, params: dict, games: GameStates, key: Array, steps: int, activation: Activation
+    game: Game, params: dict, games: GameStates, key: Array, steps: int
 ) -> tuple[GameStates, Samples]:
     """The games `steps` actions later, drawn from the policy; ended ones begin anew."""
 
     def act(games: GameStates, key: Array) -> tuple[GameStates, Samples]:
         action_key, game_key = jax.random.split(key)
         seen = games.observation
-        logits = policy_logits(params, seen, activation)
+        logits = policy_logits(params, seen)
         action = jax.random.categorical(action_key, logits)
         log_probability = action_log_probability(logits, action)
-        value = state_value(params, seen, activation)
+        value = state_value(params, seen)
         games, reward, done = advance_games(game, games, action, game_key)
         return games, Samples(seen, action, log_probability, value, reward, done)
 
@@ -174,14 +171,14 @@ def init_actor_critic(
     }
 
 
-def policy_logits(params: dict, x: Array, activation: Activation = "tanh") -> Array:
+def policy_logits(params: dict, x: Array) -> Array:
     """[B, actions] from observations [B, inputs]."""
-    return dense(params["actor"]["policy_head"], _hidden(params["actor"], x, activation))
+    return dense(params["actor"]["policy_head"], _hidden(params["actor"], x))
 
 
-def state_value(params: dict, x: Array, activation: Activation = "tanh") -> Array:
+def state_value(params: dict, x: Array) -> Array:
     """[B]: the discounted reward expected from observations [B, inputs]."""
-    return dense(params["critic"]["value_head"], _hidden(params["critic"], x, activation))[:, 0]
+    return dense(params["critic"]["value_head"], _hidden(params["critic"], x))[:, 0]
 
 
 def action_log_probability(logits: Array, actions: Array) -> Array:
@@ -215,7 +212,7 @@ def _init_network(
     }
 
 
-def _hidden(network: dict, x: Array, activation: Activation) -> Array:
+def _hidden(network: dict, x: Array) -> Array:
     for i in range(len(network) - 1):
-        x = ACTIVATIONS[activation](dense(network[f"layer_{i}"], x))
+        x = jnp.tanh(dense(network[f"layer_{i}"], x))
     return x

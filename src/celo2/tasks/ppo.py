@@ -1,6 +1,5 @@
 """Proximal policy optimization on MinAtar games: a trainer whose steps are PPO iterations."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +10,7 @@ import optax
 from jax import Array
 
 from celo2.tasks.minatar import (
-    ACTIVATIONS,
     GAMES,
-    Activation,
     GameStates,
     Samples,
     action_log_probability,
@@ -29,10 +26,6 @@ from celo2.tasks.minatar import (
 )
 from celo2.tasks.task import Trainer
 
-MAX_GRADIENT_NORM = 0.5
-# AdamW's settings in the paper's table; its learning rate there is 1e-3.
-ADAMW = {"b1": 0.9, "b2": 0.999, "eps": 1e-5, "weight_decay": 0.0}
-
 
 @dataclass(frozen=True)
 class PPOConfig:
@@ -42,7 +35,6 @@ class PPOConfig:
     """
 
     game: str = "asterix"
-    env_steps: int = 10_000_000  # of a whole run, over all environments
     environments: int = 64
     rollout: int = 128  # actions per environment and iteration
     epochs: int = 4
@@ -53,15 +45,10 @@ class PPOConfig:
     entropy_weight: float = 0.01
     value_weight: float = 0.5
     hidden: tuple[int, ...] = (64, 64)
-    activation: Activation = "tanh"
 
     def __post_init__(self):
         if self.game not in GAMES:
             raise ValueError(f"game={self.game!r} is not one of {', '.join(GAMES)}.")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation={self.activation!r} is not one of {', '.join(ACTIVATIONS)}."
-            )
         for name in ("environments", "rollout", "epochs", "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -78,21 +65,11 @@ class PPOConfig:
                 f"minibatches={self.minibatches} must divide environments × rollout = "
                 f"{self.samples}."
             )
-        if self.env_steps < self.samples:
-            raise ValueError(
-                f"env_steps={self.env_steps} is less than one iteration's environments × "
-                f"rollout = {self.samples}."
-            )
 
     @property
     def samples(self) -> int:
         """Environment steps of one iteration."""
         return self.environments * self.rollout
-
-    @property
-    def iterations(self) -> int:
-        """The trainer's steps in a whole run."""
-        return self.env_steps // self.samples
 
     @property
     def updates_per_step(self) -> int:
@@ -112,13 +89,14 @@ class PPOState(NamedTuple):
 def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
     """The trainer whose step plays `config.rollout` actions everywhere, then learns from them.
 
-    `tx` sees the bare gradients, `config.updates_per_step` times a step: clipping and schedule
-    are its own, see `paper_optimizer`. A step's `return`, and `evaluate`'s, is the mean over the
-    environments' latest finished training episodes, as in the paper's curves: higher is better.
-    No games are played for evaluation, and its key is not used. `over_seeds` trains several.
+    `tx` sees the bare gradients, `config.updates_per_step` times a step: clipping and schedule are
+    its own; the paper clips the global norm to 0.5 and lets the rate fall linearly to zero. A
+    step's `return`, and `evaluate`'s, is the mean over the environments' latest finished training
+    episodes, as in the paper's curves: higher is better. No games are played for evaluation, and
+    its key is not used. `over_seeds` trains several.
 
     >>> config = PPOConfig("breakout")
-    >>> trainer = ppo_trainer(config, paper_optimizer(config, optax.adamw, 1e-3))
+    >>> trainer = ppo_trainer(config, optax.adamw(1e-3))
     >>> state = trainer.init(jax.random.key(0))
     >>> state, metrics = trainer.step(state, jax.random.key(1))  # doctest: +SKIP
     """
@@ -133,10 +111,8 @@ def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
     def step(state, key):
         play_key, learn_key = jax.random.split(key)
         params, optimizer = state.params, state.optimizer
-        games, samples = play_games(
-            game, params, state.games, play_key, config.rollout, config.activation
-        )
-        last_value = state_value(params, games.observation, config.activation)
+        games, samples = play_games(game, params, state.games, play_key, config.rollout)
+        last_value = state_value(params, games.observation)
         batch = label_samples(config, samples, last_value)
         (params, optimizer), losses = learn(config, tx, params, optimizer, batch, learn_key)
         env_steps = state.env_steps + config.samples
@@ -144,21 +120,6 @@ def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
         return PPOState(params, optimizer, games, env_steps), metrics
 
     return Trainer(init, jax.jit(step), jax.jit(lambda state, key: game_metrics(state.games)))
-
-
-def paper_optimizer(
-    config: PPOConfig,
-    optimizer: Callable[[optax.Schedule], optax.GradientTransformation],
-    learning_rate: float,
-) -> optax.GradientTransformation:
-    """`optimizer`, a function of a schedule, as the paper uses it here.
-
-    The gradient's global norm is clipped to 0.5 before it, and the learning rate falls linearly
-    to zero over the whole run. AdamW is `functools.partial(optax.adamw, **ADAMW)`.
-    """
-    updates = config.iterations * config.updates_per_step
-    schedule = optax.linear_schedule(learning_rate, 0.0, updates)
-    return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optimizer(schedule))
 
 
 class Batch(NamedTuple):
@@ -210,8 +171,8 @@ def shuffled_minibatches(key: Array, count: int, minibatches: int) -> Array:
 
 def ppo_loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str, Array]]:
     """The clipped policy loss, plus the clipped value loss, minus the entropy bonus."""
-    logits = policy_logits(params, batch.observation, config.activation)
-    value = state_value(params, batch.observation, config.activation)
+    logits = policy_logits(params, batch.observation)
+    value = state_value(params, batch.observation)
     centred = batch.advantage - jnp.mean(batch.advantage)
     advantage = centred / (jnp.std(batch.advantage) + 1e-8)
 
