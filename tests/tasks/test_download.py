@@ -11,7 +11,7 @@ import pytest
 
 from celo2.runs.digest import digest_arrays
 from celo2.tasks import download, images, load_text
-from celo2.tasks.download import area_average, area_weights, shrink
+from celo2.tasks.download import area_average, area_weights, shrink_images
 from conftest import data_folder
 
 SIZES = {"train": 25, "test": 10}
@@ -63,7 +63,7 @@ def test_fetched_files_load_and_agree_with_their_source(hub, tmp_path):
         source = StandInDataset("", images.FULL_SHAPES[name], 25, seed=len("train"))
         np.testing.assert_array_equal(full.train_x, source.images)
         np.testing.assert_array_equal(full.train_y, source.labels)
-        np.testing.assert_array_equal(small.train_x, shrink(source.images))
+        np.testing.assert_array_equal(small.train_x, shrink_images(source.images))
         assert digests[f"{name}_8x8.npz"] == small.checksum()
         assert digests[f"{name}.npz"] == full.checksum()
     assert ("ufldl-stanford/svhn", "cropped_digits", "train") in hub.calls
@@ -200,13 +200,13 @@ def test_28_to_8_counts_cut_pixels_by_half():
 
 @pytest.mark.parametrize("side", [8, 9, 28, 32])
 def test_a_plain_image_keeps_its_level(side):
-    np.testing.assert_array_equal(shrink(np.full((2, side, side, 3), 77, np.uint8)), 77)
+    np.testing.assert_array_equal(shrink_images(np.full((2, side, side, 3), 77, np.uint8)), 77)
 
 
 def test_a_half_is_rounded_up():
     halves = np.zeros((1, 16, 16), np.uint8)
     halves[:, ::2] = 1  # the mean of every 2×2 block is 0.5
-    np.testing.assert_array_equal(shrink(halves), 1)
+    np.testing.assert_array_equal(shrink_images(halves), 1)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
@@ -218,7 +218,7 @@ def test_shrinking_reproduces_the_8x8_files(name):
     expected = small["test_x"]
     if "test_index" in full.files:  # a subset of the whole split
         expected = expected[full["test_index"]]
-    np.testing.assert_array_equal(shrink(full["test_x"]), expected)
+    np.testing.assert_array_equal(shrink_images(full["test_x"]), expected)
 
 
 ARTICLE_COUNT = 400

@@ -73,43 +73,6 @@ def test_models_take_colour_and_tokens_without_dtype_promotion(name, strict_dtyp
     assert metrics["loss"].dtype == np.float32
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return TASKS["digits-mlp"].make(batch=32)
-
-
-def test_same_keys_give_the_same_run(digits):
-    trainer = supervised(digits, optax.adamw(1e-3), evaluation_batches=2)
-    runs = []
-    for _ in range(2):
-        state, metrics = trainer.step(trainer.init(jax.random.key(0)), jax.random.key(1))
-        runs.append((state.params, metrics, trainer.evaluate(state, jax.random.key(2))))
-    jax.tree.map(np.testing.assert_array_equal, *runs)
-
-
-def test_sampling_works_under_jit_vmap_and_scan(digits):
-    @jax.jit
-    def losses(data, params, keys):  # [problems, steps]
-        def unroll(keys):
-            def step(total, key):
-                return total, digits.loss(params, digits.sample(data, key, "train"))[0]
-
-            return jax.lax.scan(step, 0.0, keys)[1]
-
-        return jax.vmap(unroll)(keys)
-
-    keys = jax.random.split(jax.random.key(0), (3, 5))
-    values = losses(digits.data, digits.init(jax.random.key(1)), keys)
-    assert values.shape == (3, 5) and len(np.unique(values)) == 15
-
-
-def test_step_does_not_carry_the_data_as_a_constant(digits):
-    step = supervised(digits, optax.sgd(1.0)).step
-    state = jax.eval_shape(supervised(digits, optax.sgd(1.0)).init, jax.random.key(0))
-    lowered = step.func.lower(*step.args, state, jax.random.key(0)).as_text()
-    assert len(lowered) < 2 * digits.data["train"][0].nbytes
-
-
 def test_train_and_valid_batches_come_from_their_own_split():
     x, y = np.zeros((9, 8, 8), np.uint8), np.zeros(9, np.uint8)
     task = image_mlp(ImageSet("split", "test", x, y, x + 255, y + 1), batch=8)
@@ -118,14 +81,6 @@ def test_train_and_valid_batches_come_from_their_own_split():
         assert batch_x.shape == (8, 8, 8, 1)
         np.testing.assert_allclose(batch_x, level, rtol=1e-6)
         np.testing.assert_array_equal(batch_y, level)
-
-
-def test_evaluation_averages_its_batches(digits):
-    trainer = supervised(digits, optax.sgd(1.0), evaluation_batches=3)
-    state, key = trainer.init(jax.random.key(0)), jax.random.key(1)
-    batches = [digits.sample(digits.data, k, "valid") for k in jax.random.split(key, 3)]
-    expected = np.mean([float(digits.loss(state.params, batch)[0]) for batch in batches])
-    assert float(trainer.evaluate(state, key)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 def check_batch(spec, task):

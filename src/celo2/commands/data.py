@@ -9,7 +9,6 @@ import tyro
 
 from celo2.tasks.download import (
     ARTICLES,
-    FetchError,
     FetchProgress,
     compare_with_records,
     fetch,
@@ -25,13 +24,9 @@ QUIET = 60  # seconds between lines of progress where there is no terminal
 def main(arguments: Sequence[str]) -> int:
     """Runs one of COMMANDS."""
     positional = (tyro.conf.PositionalRequiredArgs,)
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="celo2 data", args=arguments, config=positional
-        )
-    except FetchError as error:
-        print(f"celo2: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="celo2 data", args=arguments, config=positional
+    )
     return 0
 
 
@@ -53,13 +48,14 @@ def fetch_datasets(
         force: download again what is there already.
     """
     chosen = (*datasets, *names) or IMAGE_SETS
-    for name, digest in fetch(data, chosen, full=full, force=force, report=show).items():
+    digests = fetch(data, chosen, full=full, force=force, report=show_fetch_progress)
+    for name, digest in digests.items():
         print(f"{name:<26} sha256 {digest}")
     if ARTICLES in chosen:
         print(compare_with_records(data))
 
 
-def tokens(
+def make_token_folder(
     out: str,
     from_: Sources = (),
     tokenizer: str = "gpt2",
@@ -98,14 +94,14 @@ def tokens(
         valid_every=valid_every,
         shard=int(shard),
         force=force,
-        report=token_line(),
+        report=token_progress(),
     )
     if sys.stderr.isatty():
         print(file=sys.stderr)  # the line of progress is complete
-    print(summary(folder))
+    print(describe_folder(folder))
 
 
-def check(folder: str) -> None:
+def check_tokens(folder: str) -> None:
     """Read a token folder and compare its files with the checksums they were written with.
 
     Args:
@@ -113,13 +109,13 @@ def check(folder: str) -> None:
     """
     found = read_token_folder(folder)
     verify_token_folder(found)
-    print(summary(found))
+    print(describe_folder(found))
 
 
-COMMANDS = {"fetch": fetch_datasets, "tokens": tokens, "check": check}
+COMMANDS = {"fetch": fetch_datasets, "tokens": make_token_folder, "check": check_tokens}
 
 
-def show(progress: FetchProgress) -> None:
+def show_fetch_progress(progress: FetchProgress) -> None:
     """One line per dataset, rewritten as it goes on."""
     terminal = sys.stderr.isatty()
     if progress.state == "converting":
@@ -131,7 +127,7 @@ def show(progress: FetchProgress) -> None:
     print(f"{start}{progress.name:<14} {progress.state}", file=sys.stderr)
 
 
-def token_line() -> Callable[[TokenProgress], None]:
+def token_progress() -> Callable[[TokenProgress], None]:
     """What shows the progress of a token folder, in a line that is rewritten."""
     start = shown = time.monotonic()
 
@@ -157,7 +153,7 @@ def token_line() -> Callable[[TokenProgress], None]:
     return report
 
 
-def summary(folder: TokenFolder) -> str:
+def describe_folder(folder: TokenFolder) -> str:
     """A token folder in lines."""
     counts = ", ".join(f"{getattr(folder, split).count:,} for {split}" for split in SPLITS)
     return "\n".join(

@@ -93,7 +93,7 @@ def _check_plain(path: Path) -> None:
             raise ValueError(f"{str(path)!r} begins as a {kind} file, not as a text: {way_out}.")
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Makes the file of what `write` writes: it appears complete or not at all."""
     # A rename within a folder is atomic: a reader sees the old file or the new one.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -24,7 +24,7 @@ from celo2.tasks.datafiles import (
     import_extra,
     named_folder,
     open_text,
-    write_whole,
+    write_atomically,
 )
 from celo2.tasks.images import (
     ARRAYS,
@@ -42,7 +42,7 @@ TIMEOUT = 5.0  # seconds for the first answer; a hub client alone takes half a m
 CHUNK = 1000  # images decoded at a time
 
 
-class Source(NamedTuple):
+class ImageSource(NamedTuple):
     """Where a dataset is on the hub, and how many images it must have."""
 
     repository: str
@@ -53,16 +53,14 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "mnist": Source("ylecun/mnist", None, "image", 60_000, 10_000),
-    "fashion_mnist": Source("zalando-datasets/fashion_mnist", None, "image", 60_000, 10_000),
-    "cifar10": Source("uoft-cs/cifar10", None, "img", 50_000, 10_000),
-    "svhn": Source("ufldl-stanford/svhn", "cropped_digits", "image", 73_257, 26_032),
+    "mnist": ImageSource("ylecun/mnist", None, "image", 60_000, 10_000),
+    "fashion_mnist": ImageSource("zalando-datasets/fashion_mnist", None, "image", 60_000, 10_000),
+    "cifar10": ImageSource("uoft-cs/cifar10", None, "img", 50_000, 10_000),
+    "svhn": ImageSource("ufldl-stanford/svhn", "cropped_digits", "image", 73_257, 26_032),
 }
 OFFLINE_IMAGES = "copy the .npz files from another machine, or use the embedded dataset 'digits'"
 
-# The text is made as the one of the records was, from a newer dump: articles drawn at random from
-# its beginning, the short ones left out, until there are so many bytes.
-ARTICLES = "wikipedia"
+ARTICLES = "wikipedia"  # its name in `fetch`
 WIKIPEDIA_REPOSITORY, WIKIPEDIA_DUMP = "wikimedia/wikipedia", "20231101.en"
 WIKIPEDIA_BYTES = 36_000_000
 WIKIPEDIA_VALID = 0.05  # of the bytes
@@ -88,7 +86,7 @@ class FetchProgress(NamedTuple):
 Report = Callable[[FetchProgress], None]
 
 
-class FetchError(RuntimeError):
+class FetchError(OSError):
     """A download that could not be made; nothing was written for that dataset."""
 
 
@@ -100,19 +98,18 @@ def fetch(
     force: bool = False,
     report: Report = lambda progress: None,
 ) -> dict[str, str]:
-    """Downloads datasets into `folder` and returns each file's name and SHA-256.
+    """Downloads datasets into `folder` and returns the SHA-256 of each file's content by its name.
 
-    It is that of an image file's arrays or of the text, before they are compressed.
-
-    A file appears whole or not at all, and `manifest.json` beside it keeps its origin. A good file
-    that is there already is kept, unless the manifest knows it by another SHA-256.
+    That is of the arrays or the text, before they are compressed. A file appears whole or not at
+    all, and `manifest.json` beside it keeps its origin. A good file that is there already is kept,
+    unless the manifest has another SHA-256 for it.
 
     Args:
         folder: by default CELO2_DATA, else the cache folder; made if missing.
         names: which of mnist, fashion_mnist, cifar10, svhn, wikipedia.
         full: also write the images at full resolution, `<name>.npz`.
         force: download again what is there already.
-        report: called with the progress, about once per thousand images.
+        report: called with the progress, about once per thousand images, or for each article.
     """
     for name in names:
         if name not in (*SOURCES, ARTICLES):
@@ -187,7 +184,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 def _add_to_manifest(folder: Path, file: str, entry: dict[str, Any]) -> None:
     entries = read_manifest(folder) | {file: entry}
     content = json.dumps(entries, indent=2, sort_keys=True).encode()
-    write_whole(folder / MANIFEST, lambda opened: opened.write(content))
+    write_atomically(folder / MANIFEST, lambda opened: opened.write(content))
 
 
 def _is_good(folder: Path, file: str, digest: str) -> bool:
@@ -209,7 +206,7 @@ def _fetch_images(
     for size, train, test in zip(missing, *splits, strict=True):
         file, arrays = image_file(name, size), train | test
         check_arrays(arrays, image_shape(name, size))
-        write_whole(folder / file, partial(np.savez_compressed, **arrays))
+        write_atomically(folder / file, partial(np.savez_compressed, **arrays))
         digests[file] = array_checksum(arrays[key] for key in ARRAYS)
         entry = {
             "repository": source.repository,
@@ -259,7 +256,7 @@ def _convert(
     for batch in dataset.iter(batch_size=CHUNK):
         images = np.stack([np.asarray(image) for image in batch[source.column]])
         labels = np.asarray(batch["label"]).astype(np.uint8)
-        yield *(shrink(images) if size == "8x8" else images for size in sizes), labels
+        yield *(shrink_images(images) if size == "8x8" else images for size in sizes), labels
         done += len(labels)
         report(FetchProgress(name, "converting", done, source.train + source.test))
 
@@ -267,7 +264,7 @@ def _convert(
 # Grey 8×8 versions of images, by exact area averaging.
 
 
-def shrink(images: np.ndarray, size: int = 8) -> np.ndarray:
+def shrink_images(images: np.ndarray, size: int = 8) -> np.ndarray:
     """[N, size, size] uint8 from [N, H, W] or [N, H, W, 3] uint8, rounded half up."""
     images = images.astype(np.float32)
     grey = images if images.ndim == 3 else images.mean(axis=-1)
@@ -298,7 +295,7 @@ def _average_axis(images: np.ndarray, size: int, axis: int) -> np.ndarray:
     return np.moveaxis(average, 0, axis)
 
 
-# Articles of the English Wikipedia.
+# Articles of the English Wikipedia, made into a text as that of the records was, from a newer dump.
 
 
 def compare_with_records(data: str | os.PathLike | None = None) -> str:
@@ -322,7 +319,7 @@ def _fetch_wikipedia(folder: Path, force: bool, report: Report) -> dict[str, str
     folder.mkdir(parents=True, exist_ok=True)
     digests = {}
     for path, text in zip(paths, _split_articles(articles), strict=True):
-        write_whole(path, lambda file, text=text: file.write(lzma.compress(text)))
+        write_atomically(path, lambda file, text=text: file.write(lzma.compress(text)))
         digests[path.name] = hashlib.sha256(text).hexdigest()
         entry = {
             "repository": f"{WIKIPEDIA_REPOSITORY} {WIKIPEDIA_DUMP}",

@@ -74,7 +74,9 @@ def start_games(game: Game, key: Array, environments: int) -> GameStates:
     observation, state = reset(jax.random.split(key, environments), game.settings)
     nothing = jnp.zeros(environments)
     return _with_fixed_types(
-        GameStates(state, _flatten(observation), nothing, nothing, nothing.astype(jnp.int32))
+        GameStates(
+            state, _flat_observation(observation), nothing, nothing, nothing.astype(jnp.int32)
+        )
     )
 
 
@@ -109,7 +111,7 @@ def advance_games(
     score = games.score + reward
     after = GameStates(
         state,
-        _flatten(observation),
+        _flat_observation(observation),
         jnp.where(done, 0.0, score),
         jnp.where(done, score, games.latest),
         games.episodes + done.astype(jnp.int32),
@@ -147,7 +149,7 @@ def advantage_estimates(
     return jax.lax.scan(back, (last_value, zeros), rows, reverse=True)[1]
 
 
-def _flatten(observation: Array) -> Array:
+def _flat_observation(observation: Array) -> Array:
     return observation.reshape(len(observation), -1)
 
 

@@ -32,7 +32,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 SHARD = 100_000_000  # tokens of a file
 VALID_EVERY = 100
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4_000_000, 1000  # encoded at a time
-OFFLINE = (
+OFFLINE_TOKENS = (
     "or take text files and --tokenizer bytes (or the path of a tokenizer.json), which need no "
     "network"
 )
@@ -85,24 +85,24 @@ def _read_file(path: Path, field: str) -> Iterator[Document]:
     reads_lines = name.lower().endswith(".jsonl")
     try:
         with open_text(path, "rt", encoding="utf-8", newline="") as file:
-            yield from _lines(path, file, field) if reads_lines else _pieces(file)
+            yield from _read_json_lines(path, file, field) if reads_lines else _read_pieces(file)
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}.") from error
 
 
-def _pieces(file: TextIO) -> Iterator[Document]:
-    piece = _piece(file)
+def _read_pieces(file: TextIO) -> Iterator[Document]:
+    piece = _read_piece(file)
     while piece:
-        following = _piece(file)
+        following = _read_piece(file)
         yield Document(piece, ends=not following)
         piece = following
 
 
-def _piece(file: TextIO) -> str:
+def _read_piece(file: TextIO) -> str:
     return file.read(PIECE) + file.readline(PIECE)
 
 
-def _lines(path: Path, file: TextIO, field: str) -> Iterator[Document]:
+def _read_json_lines(path: Path, file: TextIO, field: str) -> Iterator[Document]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -120,7 +120,7 @@ def _lines(path: Path, file: TextIO, field: str) -> Iterator[Document]:
 
 def _read_hub(repository: str, subset: str) -> Iterator[Document]:
     datasets = import_extra("datasets")
-    with hub_access(f"{repository} ({subset})", OFFLINE):
+    with hub_access(f"{repository} ({subset})", OFFLINE_TOKENS):
         for row in datasets.load_dataset(repository, subset, split="train", streaming=True):
             if row["text"].strip():
                 yield Document(row["text"])
@@ -190,7 +190,7 @@ def _load_tokenizer_file(path: Path) -> Any:
 
 def _load_hub_tokenizer(name: str) -> Any:
     library = import_extra("tokenizers")
-    with hub_access(f"The tokenizer {name!r}", OFFLINE):
+    with hub_access(f"The tokenizer {name!r}", OFFLINE_TOKENS):
         return library.Tokenizer.from_pretrained(name)
 
 
@@ -247,7 +247,7 @@ def make_tokens(
     try:
         temporary.mkdir()
         found = read_documents(names, subset, field)
-        counts = _write(found, chosen, writers, limit, valid_every, report)
+        counts = _write_documents(found, chosen, writers, limit, valid_every, report)
         files = {split: writer.finish() for split, writer in writers.items()}
         _check_splits(files, sum(counts.values()))
         source = describe_sources(names, subset)
@@ -277,7 +277,7 @@ def _check_free(out: Path, force: bool) -> None:
         raise FileExistsError(f"{out} is no token folder, and --force replaces nothing else.")
 
 
-def _write(
+def _write_documents(
     found: Iterable[Document],
     tokenizer: Tokenizer,
     writers: dict[str, "_Writer"],
@@ -302,14 +302,14 @@ def _write(
 def _encode(found: Iterable[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     dtype = token_dtype(tokenizer.vocab)
     end = dtype.type(tokenizer.end_of_text)
-    for batch in _batches(found):
+    for batch in _document_batches(found):
         rows = tokenizer.encode([document.text for document in batch])
         for document, row in zip(batch, rows, strict=True):
             row = np.asarray(row, dtype)
             yield np.append(row, end) if document.ends else row
 
 
-def _batches(found: Iterable[Document]) -> Iterator[list[Document]]:
+def _document_batches(found: Iterable[Document]) -> Iterator[list[Document]]:
     batch, characters = [], 0
     for document in found:
         batch.append(document)
