@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from celo2.jax import celo2, explain
-from celo2.jax.trees import leaf_paths
+from celo2.jax.optimizer import leaf_paths
 from celo2.routing import MatrixView
 from celo2.rule import CELO2_BASE
 from rules import make_rule

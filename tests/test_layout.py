@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import reference
 import reference_parts
-from celo2.jax.trees import from_view, to_view
+from celo2.jax.optimizer import from_view, to_view
 from celo2.routing import MatrixView, check_view, default_view, factored_axes, published_view
 
 

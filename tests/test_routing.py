@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 
-from celo2.jax.trees import leaf_paths, leaf_routes
+from celo2.jax.optimizer import leaf_paths, leaf_routes
 from celo2.routing import path_names, published_view, route
 from celo2.rule import CELO2, CELO2_BASE
 from celo2.tasks import networks

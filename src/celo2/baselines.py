@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from celo2.jax.alias import route_all
+from celo2.jax.optimizer import route_all
 from celo2.rule import CELO2
 
 RMS = 0.2  # of Muon's updates: about AdamW's, so that one rate suits both ("Kimi scaling")

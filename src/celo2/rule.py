@@ -72,8 +72,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPSILON = 1e-8
 
-# The rate of Adam's branch, in learning rates: ours, see docs/learning-rate.md.
-ADAM_MULTIPLIER = 8.0
+# AdamW's share: ours.
+ADAM_MULTIPLIER = 8.0  # its rate in learning rates, see docs/learning-rate.md
+ADAM_GRADIENT_LIMIT = 1e18  # squares of larger gradients would overflow in float32
 
 
 @dataclass(frozen=True)

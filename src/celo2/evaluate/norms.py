@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.jax.alias import route_all
+from celo2.jax.optimizer import route_all
 from celo2.rule import CELO2
 
 GROUPS = {"rule": "hidden", "adam": "other"}

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.jax.trees import leaf_paths
+from celo2.jax.optimizer import leaf_paths
 from celo2.runs.mesh import DATA, MODEL
 
 # Layers whose outputs, or inputs, are spread over the model axis.

@@ -1,72 +1,92 @@
-"""One compiled body for all tensors of a shape."""
+"""One compiled body for all tensors of a shape, and whole matrices for each device of a mesh.
+
+Neither changes what is computed: with a plain call for each tensor the results are the same.
+"""
 
 import functools
-import re
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from celo2.jax.trees import leaf_paths
-
-
-class Together(NamedTuple):
-    """The same function in two parts, the second for a stack of jobs at once."""
-
-    is_worth: Callable[[int], bool]  # number of jobs -> whether to do so
-    begin: Callable  # static, job -> begun
-    end: Callable  # static, stack of begun -> stack of results
+LEAST_BUSY = 0.25  # of the devices: with fewer matrices, redistributing leaves too many idle
 
 
-def for_each_shape(
-    function: Callable,
+def for_each_group(
+    function: Callable[[Any, list[Any]], list[Any]],
     jobs: list[tuple[Hashable, Any]],
     roles: list[str],
-    together: Together | None = None,
 ) -> list[Any]:
-    """[function(static, job) for static, job in jobs], compiled once for each kind of job.
+    """The results for all jobs, where `function` gives those of a group that can share a loop.
 
-    Jobs whose arrays agree in shape, dtype and sharding run one after the other in a loop: the
-    program then grows with the number of shapes instead of tensors, and only one tensor's
-    temporaries are alive at a time. With `together` they may only begin so.
+    Args:
+        function: from the constant of a group and its trees to as many results.
+        jobs: a constant and a tree of arrays for each tensor; those of a group agree in the
+            constant and in the arrays' shapes, dtypes and shardings.
+        roles: a name for each job. On a mesh with automatic axes nobody knows a sharding under
+            jit, and a loop over tensors that are sharded differently would reshard whole tensors;
+            there a group has jobs of one role only.
     """
-    # Under jit with automatic axes nobody knows a sharding yet, and a loop over tensors that are
-    # sharded differently would reshard whole tensors. Those of one role are sharded alike.
-    by_role = jax.device_count() > 1
-    kinds: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for i, ((static, job), role) in enumerate(zip(jobs, roles, strict=True)):
-        kind = (static, role if by_role else "", *map(_kind, jax.tree.leaves(job)))
-        kinds.setdefault(kind, []).append(i)
-
+        mesh = mesh_of(job)
+        unknown = AxisType.Auto in mesh.axis_types and mesh.size > 1
+        kind = (static, role if unknown else "", *map(_kind, jax.tree.leaves(job)))
+        groups.setdefault(kind, []).append(i)
     results: list[Any] = [None] * len(jobs)
-    for indices in kinds.values():
-        static = jobs[indices[0]][0]
-        members = [jobs[i][1] for i in indices]
-        if len(members) == 1:
-            results[indices[0]] = function(static, members[0])
-            continue
-        if together is not None and together.is_worth(len(members)):
-            begun = _in_a_loop(functools.partial(together.begin, static), members)
-            stacked = together.end(static, begun)
-            for place, i in enumerate(indices):
-                pick = functools.partial(lax.index_in_dim, index=place, keepdims=False)
-                results[i] = jax.tree.map(pick, stacked)
-            continue
-        stacked = _in_a_loop(functools.partial(function, static), members)
-        for place, i in zip(_opaque_range(len(members)), indices, strict=True):
-            pick = functools.partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
-            results[i] = jax.tree.map(pick, stacked)
+    for indices in groups.values():
+        found = function(jobs[indices[0]][0], [jobs[i][1] for i in indices])
+        for i, result in zip(indices, found, strict=True):
+            results[i] = result
     return results
 
 
-def _in_a_loop(function: Callable, members: list[Any]) -> Any:
+def mesh_of(job: Any) -> AbstractMesh:
+    """The mesh of the first array that has one, else the one set by `jax.set_mesh`."""
+    for x in jax.tree.leaves(job):
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh
+    return jax.sharding.get_abstract_mesh()
+
+
+def _kind(x: Array) -> Hashable:
+    """What decides whether two arrays can share a loop."""
+    return x.shape, x.dtype, jax.typeof(x).sharding
+
+
+def for_each(function: Callable[[Any], Any], members: list[Any]) -> list[Any]:
+    """[function(member) for member in members], compiled once for members of one group.
+
+    They run one after the other in a loop: the program then grows with the number of shapes
+    instead of tensors, and only one tensor's temporaries are alive at a time.
+    """
+    if len(members) == 1:
+        return [function(members[0])]
+    return lax.platform_dependent(
+        loop(function, members),
+        cpu=functools.partial(_unstack_by_one_kernel, n=len(members)),
+        default=functools.partial(unstack, n=len(members)),
+    )
+
+
+def loop(function: Callable[[Any], Any], members: list[Any]) -> Any:
     """The results of `function` on each member, stacked."""
-    if jax.default_backend() != "cpu":
-        # A GPU would wait for its host at every switch.
-        return lax.map(function, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
-    # A switch picks each member where it lies: stacking would take 24 bytes per parameter.
+    # Only the loop for the platform at hand is compiled. Both are traced: jit keeps the trace.
+    function = jax.jit(function)
+    return lax.platform_dependent(
+        members,
+        cpu=functools.partial(_loop_in_place, function),
+        default=functools.partial(_loop_over_stack, function),
+    )
+
+
+def _loop_in_place(function: Callable[[Any], Any], members: list[Any]) -> Any:
+    """A switch picks each member where it is: stacking would take 24 bytes per parameter."""
     picks = [lambda member=member: member for member in members]
     _, stacked = lax.scan(
         lambda _, i: (None, function(lax.switch(i, picks))), None, jnp.arange(len(members))
@@ -74,24 +94,65 @@ def _in_a_loop(function: Callable, members: list[Any]) -> Any:
     return stacked
 
 
-def _opaque_range(n: int) -> tuple[Array, ...]:
-    """0 … n - 1 as numbers that XLA does not know when it compiles.
+def _loop_over_stack(function: Callable[[Any], Any], members: list[Any]) -> Any:
+    """A GPU would wait for its host at every switch."""
+    return lax.map(function, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
+
+
+def unstack(stacked: Any, n: int) -> list[Any]:
+    """The members of a stack."""
+    return [
+        jax.tree.map(lambda x, i=i: lax.index_in_dim(x, i, keepdims=False), stacked)
+        for i in range(n)
+    ]
+
+
+def _unstack_by_one_kernel(stacked: Any, n: int) -> list[Any]:
+    """`unstack` at places that XLA does not know when it compiles.
 
     XLA compiles equal kernels once, but those that read from different constant places are not
     equal: a kernel per tensor would take most of the compile time.
     """
     places = tuple(map(jnp.uint32, range(n)))
-    if jax.default_backend() != "cpu":
-        return places  # a GPU would copy them one by one
     # It would see through a single round, and through a number that does not change.
-    return lax.fori_loop(0, 2, lambda _, old: places, (jnp.uint32(n),) * n)
+    opaque = lax.fori_loop(0, 2, lambda _, old: places, (jnp.uint32(n),) * n)
+    return [
+        jax.tree.map(lambda x, i=i: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+        for i in opaque
+    ]
 
 
-def roles_of(tree) -> list[str]:
-    """Every leaf's path without its numbers, the same for "block_0/query" and "block_1/query"."""
-    return [re.sub(r"\d+", "", path) for path in leaf_paths(tree)]
+def is_worth_redistributing(mesh: AbstractMesh, count: int) -> bool:
+    """Whether the mesh has automatic axes, and `count` matrices keep a quarter of it busy."""
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return automatic and min(mesh.size, count) > 1 and count >= LEAST_BUSY * mesh.size
 
 
-def _kind(x: Any) -> Hashable:
-    """What decides whether two arrays can share a loop."""
-    return x.shape, x.dtype, getattr(jax.typeof(x), "sharding", None)
+def redistributed(
+    function: Callable[[Array], Array], mesh: AbstractMesh
+) -> Callable[[Array], Array]:
+    """`function`, which treats the members of a stack apart, with whole members on each device.
+
+    Newton–Schulz of a matrix that is sharded over devices sends it around several times at every
+    iteration. Here every device gets whole matrices, works alone, and gives them back, which sends
+    each of them twice in all.
+    """
+
+    def on_whole_members(stack: Array) -> Array:
+        axes = mesh.axis_names
+        # One axis of the mesh after the other, there and back: XLA knows a single exchange for
+        # each, and would gather the whole stack for all at once.
+        for count in range(len(axes) + 1):
+            stack = _shard_members(mesh, axes[:count], stack)
+        stack = function(stack)
+        for count in range(len(axes), -1, -1):
+            stack = _shard_members(mesh, axes[:count], stack)
+        return stack
+
+    return on_whole_members
+
+
+def _shard_members(mesh: AbstractMesh, axes: tuple[str, ...], stack: Array) -> Array:
+    """The stack with its members distributed over these axes; other axes are left to XLA."""
+    spec = P(axes or None, *[P.UNCONSTRAINED] * (stack.ndim - 1))
+    return lax.with_sharding_constraint(stack, NamedSharding(mesh, spec))

@@ -5,7 +5,7 @@ the axes it was reduced over with length 1, so that all of them broadcast agains
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -26,9 +26,10 @@ class Moments(NamedTuple):
     skipped: Array  # steps left out because the gradient was not finite
 
 
-def init_moments(config: RuleConfig, axes: Axes, param: Array, momentum_dtype=None) -> Moments:
-    """Zeros for a viewed tensor, placed as it is placed."""
-    zeros = jnp.zeros_like(param, jnp.float32)
+def init_moments(
+    config: RuleConfig, axes: Axes, zeros: Array, momentum_dtype: Any = None
+) -> Moments:
+    """The first moments of a viewed tensor, from float32 zeros of its shape and sharding."""
     decays = len(config.factored_decays)
     rows, cols = (
         jnp.stack([jnp.sum(zeros, a, keepdims=True)] * decays) for a in (axes.rows, axes.cols)
@@ -61,6 +62,8 @@ def update_moments(
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
     """
+    if grad.size == 0:
+        return moments, moments.moves > 0
     peak = reduce_in_turn(jnp.max, jnp.abs(grad), axes.slice)  # NaN and Inf come through
     finite = jnp.isfinite(peak) if skip_nonfinite else jnp.ones_like(peak, bool)
     moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
@@ -70,7 +73,7 @@ def update_moments(
     rates = jnp.asarray(config.factored_decays, jnp.float32).reshape(-1, *[1] * grad.ndim)
     new = Moments(
         tuple(
-            _decay(b, m, grad, finite)
+            _decay(b, m, grad, finite).astype(m.dtype)
             for b, m in zip(config.momentum_decays, moments.momentum, strict=True)
         ),
         _decay(config.rms_decay, moments.rms, square, finite),

@@ -1,27 +1,50 @@
-"""The rule as an Optax transformation."""
+"""The rule as an Optax transformation, and the optimizers made of it.
 
+`scale_by_celo2` is the rule alone. `celo2` and `celo2_base` are what people use: the rule on some
+tensors, AdamW on the others. Below them, what they need of parameter trees.
+"""
+
+import dataclasses
 import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
+
+import jax
+from celo2.jax.grouping import (
+    for_each,
+    for_each_group,
+    is_worth_redistributing,
+    loop,
+    mesh_of,
+    redistributed,
+    unstack,
+)
+from celo2.jax.moments import Moments, clip_gradient, init_moments, update_moments
+from celo2.jax.update import NORMS, newton_schulz, tensor_update
+from celo2.routing import (
+    Axes,
+    Explanation,
+    Line,
+    MatrixView,
+    Overrides,
+    Route,
+    axes_of,
+    check_overrides,
+    route,
+)
+from celo2.rule import ADAM_GRADIENT_LIMIT, ADAM_MULTIPLIER, Rule, RuleConfig
+from celo2.rulefile import as_rule
 from jax import Array
 
-from celo2.jax.grouping import Together, for_each_shape, roles_of
-from celo2.jax.moments import (
-    Moments,
-    clip_gradient,
-    init_moments,
-    update_moments,
-)
-from celo2.jax.spread import is_worth_spreading, spread
-from celo2.jax.trees import check_leaves, check_same_tree, from_view, leaf_routes, to_view
-from celo2.jax.update import newton_schulz, propose, settle
-from celo2.routing import Axes, MatrixView, Overrides, axes_of
-from celo2.rule import Rule
-from celo2.rulefile import as_rule
+ScalarOrSchedule = float | Array | optax.Schedule
+Mask = Any | Callable[[optax.Params], Any]
 
 
 class Celo2State(NamedTuple):
@@ -76,25 +99,51 @@ def scale_by_celo2(
         (4, 8)
     """
     rule = as_rule(rule)
+    on_views = _rule_on_views(
+        rule,
+        skip_nonfinite=not published if skip_nonfinite is None else skip_nonfinite,
+        hold_unused=not published if hold_unused is None else hold_unused,
+        momentum_dtype=momentum_dtype,
+        newton_schulz_dtype=newton_schulz_dtype,
+    )
+
+    def views_of(params) -> list[MatrixView]:
+        return [route.view for route in leaf_routes(params, rule.config, overrides, published)]
+
+    def init(params: optax.Params) -> optax.OptState:
+        check_leaves(params)
+        return on_views(views_of(params)).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        _check_params(params)
+        return on_views(views_of(params)).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rule_on_views(
+    rule: Rule,
+    *,
+    skip_nonfinite: bool,
+    hold_unused: bool,
+    momentum_dtype: Any,
+    newton_schulz_dtype: Any,
+) -> Callable[[list[MatrixView]], optax.GradientTransformation]:
+    """The rule as a transformation of tensors with given matrix views, in the order of leaves."""
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
-    skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
-    hold_unused = not published if hold_unused is None else hold_unused
-    rolling = config.norm.startswith("rolling")
 
-    def views_of(tree) -> list[MatrixView]:
-        return [route.view for route in leaf_routes(tree, config, overrides, published)]
-
-    def init(params: optax.Params) -> Celo2State:
-        check_leaves(params)
-        views = iter(views_of(params))
+    def init(views: list[MatrixView], params: optax.Params) -> Celo2State:
+        remaining = iter(views)
 
         def init_leaf(param: Array) -> Moments:
-            view = next(views)
-            viewed = to_view(param, view)
+            # Zeros, since the parameter may be a shape only.
+            view, zeros = next(remaining), jnp.zeros_like(param, jnp.float32)
+            viewed = to_view(zeros, view)
             moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
             # From the stored tensor: folding a sharded axis can lose its sharding.
-            return _map_whole(lambda x: jnp.zeros_like(param, x.dtype), moments)
+            return _map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
 
         return _pack(
             jnp.zeros([], jnp.int32), jax.tree.map(init_leaf, params), len(config.momentum_decays)
@@ -102,55 +151,46 @@ def scale_by_celo2(
 
     # The moments are computed tensor by tensor, in place of the old: XLA compiles equal kernels
     # only once, and a loop would have to carry them out. One trace for each shape, by jit.
-    @functools.partial(jax.jit, static_argnums=0)
-    def remember(axes: Axes, grad: Array, old: Moments) -> tuple[Moments, Array]:
-        if grad.size == 0:
-            return old, old.moves > 0
-        new, moving = update_moments(
-            config, axes, grad, old, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
-        )
-        dtype = old.momentum[0].dtype
-        return new._replace(momentum=tuple(m.astype(dtype) for m in new.momentum)), moving
+    take_in = jax.jit(
+        functools.partial(
+            update_moments, config, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
+        ),
+        static_argnums=0,
+    )
 
-    def propose_one(axes: Axes, job: tuple) -> tuple[Array, Moments, Array]:
-        param, grad, moments, moving = job
-        known = moments._replace(momentum=(), rms=None, rows=None, cols=None)
+    def update_tensor(
+        config: RuleConfig, axes: Axes, tensor: tuple[Array, Array, Moments, Array]
+    ) -> tuple[Array, Array]:
+        param, grad, moments, moving = tensor
         if grad.size == 0:  # nothing to move, and nothing to take a mean of
-            return param, known, moving
+            return grad, moments.running_rms
         # What does not move has a gradient of zeros, or one that is not finite.
         grad = jnp.where(moving, clip_gradient(grad), 0.0)
-        proposal = propose(config, weights, axes, param, grad, moments)
-        return proposal, known, moving
+        found = tensor_update(
+            weights, config, axes, param, grad, moments, newton_schulz_dtype=newton_schulz_dtype
+        )
+        return _if_moving(moving, *found, moments.running_rms)
 
-    def settle_one(axes: Axes, proposed: tuple, place=lambda function: function) -> tuple:
-        proposal, moments, moving = proposed
-        if proposal.size == 0:
-            return proposal, moments.running_rms
-        orthogonalize = place(functools.partial(newton_schulz, dtype=newton_schulz_dtype))
-        step, running_rms = settle(config, axes, proposal, moments, orthogonalize)
-        if rolling:
-            running_rms = jnp.where(moving, running_rms, moments.running_rms)
-        return jnp.where(moving, step, 0.0), running_rms
+    def update_group(axes: Axes, tensors: list[Any]) -> list[tuple[Array, Array]]:
+        mesh = mesh_of(tensors)
+        orthogonalize = config.orthogonalize and axes.matrix
+        if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
+            return for_each(functools.partial(update_tensor, config, axes), tensors)
+        # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
+        learned = dataclasses.replace(config, orthogonalize=False, norm="raw")
+        updates, _ = loop(functools.partial(update_tensor, learned, axes), tensors)
+        mean, moves, moving = jax.tree.map(
+            lambda *x: jnp.stack(x), *[(m.running_rms, m.moves, move) for _, _, m, move in tensors]
+        )
+        orthogonal = redistributed(
+            functools.partial(newton_schulz, dtype=newton_schulz_dtype), mesh
+        )
+        found = NORMS[config.norm](orthogonal(updates), mean, moves)
+        return unstack(_if_moving(moving, *found, mean), len(tensors))
 
-    def update_one(axes: Axes, job: tuple) -> tuple[Array, Array | None]:
-        return settle_one(axes, propose_one(axes, job))
-
-    def update_stack(axes: Axes, stacked: tuple) -> tuple[Array, Array | None]:
-        return settle_one(axes, stacked, spread)
-
-    together = Together(is_worth_spreading, propose_one, update_stack)
-    if not config.orthogonalize:
-        together = None
-
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        if params is None:
-            raise ValueError(
-                "celo2 needs the current parameters: call tx.update(grads, state, params)."
-            )
+    def update(views: list[MatrixView], updates, state, params: Any = None):
         check_same_tree(updates, params)
         grads, treedef = jax.tree.flatten(updates)
-        views = views_of(params)
         memory = _unpack(state, params, len(config.momentum_decays))
         jobs, stored = [], []
         for grad, param, view, old in zip(
@@ -160,30 +200,49 @@ def scale_by_celo2(
             param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
-            old = _map_whole(lambda x, view=view: to_view(x, view), old)
-            new, moving = remember(axes, grad, old)
-            seen = new._replace(skipped=None)
-            if not rolling:
-                seen = seen._replace(running_rms=None, moves=None)
-            jobs.append((axes, (param, grad, seen, moving)))
-            stored.append(_map_whole(lambda x, v=view, s=shape: from_view(x, v, s), new))
+            new, moving = take_in(
+                axes, grad, _map_large(lambda x, view=view: to_view(x, view), old)
+            )
+            jobs.append((axes, (param, grad, new, moving)))
+            stored.append(_map_large(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
-        steps = []
-        results = for_each_shape(update_one, jobs, roles_of(params), together)
-        for i, (leaf, view, (step, running_rms)) in enumerate(
-            zip(grads, views, results, strict=True)
-        ):
-            steps.append(from_view(step, view, leaf.shape).astype(leaf.dtype))
-            if rolling:
-                stored[i] = stored[i]._replace(running_rms=running_rms)
+        roles = [re.sub(r"\d+", "", path) for path in leaf_paths(params)]
+        results = for_each_group(update_group, jobs, roles)
+        steps = [
+            from_view(step, view, leaf.shape).astype(leaf.dtype)
+            for leaf, view, (step, _) in zip(grads, views, results, strict=True)
+        ]
+        stored = [
+            moments._replace(running_rms=running_rms)
+            for moments, (_, running_rms) in zip(stored, results, strict=True)
+        ]
         count = jnp.asarray(optax.safe_increment(state.count))
         new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
         return treedef.unflatten(steps), new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def on_views(views: list[MatrixView]) -> optax.GradientTransformation:
+        return optax.GradientTransformation(
+            functools.partial(init, views), functools.partial(update, views)
+        )
+
+    return on_views
 
 
-def _map_whole(function, moments: Moments) -> Moments:
+def _if_moving(
+    moving: Array, update: Array, running_rms: Array, old_running_rms: Array
+) -> tuple[Array, Array]:
+    """What holds still has an update of zeros and keeps its `running_rms`."""
+    return jnp.where(moving, update, 0.0), jnp.where(moving, running_rms, old_running_rms)
+
+
+def _check_params(params: optax.Params | None) -> None:
+    if params is None:
+        raise ValueError(
+            "celo2 needs the current parameters: call tx.update(grads, state, params)."
+        )
+
+
+def _map_large(function, moments: Moments) -> Moments:
     """The moments with `function` applied to those that are as large as the tensor."""
     return moments._replace(
         momentum=tuple(map(function, moments.momentum)), rms=function(moments.rms)
@@ -234,3 +293,361 @@ def _check_shapes(moments: Moments, axes: Axes, shape: tuple[int, ...]) -> None:
                 f"the optimizer state has {name} of shape {found} for a tensor seen as {shape}: "
                 "it was made with other views (see `overrides` and `published`)."
             )
+
+
+def celo2(
+    learning_rate: ScalarOrSchedule,
+    *,
+    rule: Rule | str | Path = "celo2",
+    weight_decay: float | Array = 0.0,
+    weight_decay_mask: Mask | None = None,
+    rms_scale: float | Array = 1.0,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.95,
+    adam_eps: float = 1e-8,
+    adam_nesterov: bool = False,
+    adam: optax.GradientTransformation | None = None,
+    adam_mask: Mask | None = None,
+    overrides: Overrides | None = None,
+    published: bool = False,
+    skip_nonfinite: bool | None = None,
+    hold_unused: bool | None = None,
+    momentum_dtype: Any = None,
+    newton_schulz_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Celo2: the learned rule on hidden matrices; AdamW on vectors, embeddings and the head.
+
+    `celo2.jax.explain(params)` shows who updates what.
+
+    Args:
+        learning_rate: the RMS of the rule's step, or a schedule; 1e-4 … 1e-3 is usual.
+        rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
+        weight_decay: decoupled, multiplied by the learning rate of each branch.
+        weight_decay_mask: a tree of booleans, or a function of the params that returns one.
+        rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
+        adam_learning_rate: AdamW's rate or schedule; 8 times `learning_rate` by default.
+        adam_b1, adam_b2, adam_eps: AdamW's other settings.
+        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
+        adam: a transformation to use in place of `optax.scale_by_adam` with these settings. It
+            gets parameters and gradients in float32 as that does, the gradients within ±1e18.
+        adam_mask: a tree of booleans, True where AdamW updates, or a function of the params
+            that returns one. Decides alone who updates what.
+        overrides: regex on a parameter's path → "rule", "adam", a MatrixView or Muon's
+            dimension numbers; the first that matches counts.
+        skip_nonfinite: what `scale_by_celo2` says of the rule; AdamW takes elements of a gradient
+            that are not finite for zeros. `celo2.jax.skipped(state)` counts both.
+        published, hold_unused, momentum_dtype, newton_schulz_dtype: see `scale_by_celo2`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from celo2.jax import celo2
+        >>> params = {"hidden": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+        >>> tx = celo2(optax.cosine_decay_schedule(5e-4, 1000), weight_decay=0.1)
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> params = optax.apply_updates(params, updates)
+    """
+    rule = as_rule(rule)
+    skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
+    on_views = _rule_on_views(
+        rule,
+        skip_nonfinite=skip_nonfinite,
+        hold_unused=not published if hold_unused is None else hold_unused,
+        momentum_dtype=momentum_dtype,
+        newton_schulz_dtype=newton_schulz_dtype,
+    )
+    rule_scaling = (
+        optax.scale(rms_scale),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    adam = adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps, nesterov=adam_nesterov)
+    adam_branch = optax.chain(
+        _guarded(adam, skip_nonfinite),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(
+            _times(ADAM_MULTIPLIER, learning_rate)
+            if adam_learning_rate is None
+            else adam_learning_rate
+        ),
+    )
+
+    def partition(tree) -> optax.GradientTransformationExtraArgs:
+        routes = route_all(tree, rule.config, adam_mask, overrides, published)
+        views = [route.view for route in routes if route.updater == "rule"]
+        labels = jax.tree.structure(tree).unflatten([route.updater for route in routes])
+        branches: dict[Hashable, optax.GradientTransformation] = {
+            "rule": optax.chain(on_views(views), *rule_scaling),
+            "adam": adam_branch,
+        }
+        # In a function: the tree itself may be callable, an equinox module for one.
+        return optax.partition(branches, lambda _: labels)
+
+    def init(params: optax.Params) -> optax.OptState:
+        check_leaves(params)
+        check_overrides_match(overrides, params)
+        return partition(params).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        _check_params(params)
+        return partition(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def celo2_base(
+    learning_rate: ScalarOrSchedule, *, rule: Rule | str | Path = "celo2-base", **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Celo2-base: the learned rule on every tensor, without orthogonalization.
+
+    Only single-element tensors go to AdamW. Takes the options of `celo2`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from celo2.jax import celo2_base
+        >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+        >>> state = celo2_base(3e-4).init(params)
+    """
+    return celo2(learning_rate, rule=rule, **options)
+
+
+# Spelt out for `optax.inject_hyperparams` and for help(), which both read the signature.
+celo2_base.__signature__ = inspect.signature(functools.partial(celo2, rule="celo2-base"))
+
+
+def _times(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
+    if callable(rate):
+        return lambda count: factor * rate(count)
+    return factor * rate
+
+
+class AdamState(NamedTuple):
+    """The state of AdamW's share: that of the transformation, and a count for each tensor."""
+
+    inner: optax.OptState
+    nonfinite: optax.Params  # steps whose gradient had elements that are not finite
+
+
+def _guarded(
+    tx: optax.GradientTransformation, skip_nonfinite: bool
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` in float32, on gradients whose squares do not overflow.
+
+    Elements that are not finite are zeros to it, and steps with any are counted.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> AdamState:
+        counts = jax.tree.map(lambda _: jnp.zeros([], jnp.int32), params)
+        return AdamState(tx.init(jax.tree.map(_to_float32, params)), counts)
+
+    def update(updates, state, params=None, **extra_args):
+        grads = jax.tree.map(_to_float32, updates)
+        counts = state.nonfinite
+        if skip_nonfinite:
+            finite = jax.tree.map(jnp.isfinite, grads)
+            grads = jax.tree.map(lambda g, ok: jnp.where(ok, g, 0.0), grads, finite)
+            counts = jax.tree.map(
+                lambda n, ok: jnp.where(jnp.all(ok), n, optax.safe_increment(n)), counts, finite
+            )
+        limit = ADAM_GRADIENT_LIMIT
+        grads = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+        params = jax.tree.map(_to_float32, params)
+        steps, inner = tx.update(grads, state.inner, params, **extra_args)
+        steps = jax.tree.map(lambda step, g: step.astype(g.dtype), steps, updates)
+        return steps, AdamState(inner, counts)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _to_float32(x: Any) -> Any:
+    """An array, or a shape, in float32 if it has fewer bits."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    return x.astype(dtype)
+
+
+class Skipped(NamedTuple):
+    """Numbers of gradients that were not finite, of all tensors and steps so far."""
+
+    rule: Array  # matrices the rule left alone for a step
+    adam: Array  # tensors of which AdamW took some elements for zeros in a step
+
+
+def skipped(state: optax.OptState) -> Skipped:
+    """How many gradients with elements that are not finite a state has seen.
+
+    Args:
+        state: of `celo2`, `celo2_base` or `scale_by_celo2`, by itself or within the state of
+            another transformation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from celo2.jax import celo2, skipped
+        >>> params = {"hidden": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+        >>> bad = {"hidden": jnp.full((4, 8), jnp.nan), "bias": jnp.ones(8)}
+        >>> tx = celo2(1e-3)
+        >>> _, state = tx.update(bad, tx.init(params), params)
+        >>> rule, adam = skipped(state)
+        >>> int(rule), int(adam)
+        (1, 0)
+    """
+    ours = [
+        part
+        for part in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, (Celo2State, AdamState)))
+        if isinstance(part, (Celo2State, AdamState))
+    ]
+    if not ours:
+        raise ValueError("skipped needs the state of celo2, celo2_base or scale_by_celo2.")
+
+    def total(counts: list[Any]) -> Array:
+        return sum((jnp.sum(x) for x in jax.tree.leaves(counts)), jnp.zeros([], jnp.int32))
+
+    return Skipped(
+        rule=total([part.skipped for part in ours if isinstance(part, Celo2State)]),
+        adam=total([part.nonfinite for part in ours if isinstance(part, AdamState)]),
+    )
+
+
+def explain(
+    params,
+    *,
+    rule: Rule | str | Path = "celo2",
+    adam_mask: Mask | None = None,
+    overrides: Overrides | None = None,
+    published: bool = False,
+) -> Explanation:
+    """A printable table of who updates each tensor under `celo2` with the same arguments.
+
+    Args:
+        params: the parameters, or their shapes as `jax.eval_shape` gives them.
+        rule, adam_mask, overrides, published: as for `celo2`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from celo2.jax import explain
+        >>> table = explain({"embed": jnp.ones((9, 4)), "mlp": jnp.ones((4, 8))})
+        >>> [(line.path, line.updater) for line in table]
+        [('embed', 'adam'), ('mlp', 'rule')]
+    """
+    check_leaves(params)
+    check_overrides_match(overrides, params)
+    routes = route_all(params, as_rule(rule).config, adam_mask, overrides, published)
+    return Explanation(
+        Line(path, leaf.shape, *route, route.view.shape(leaf.shape), math.prod(leaf.shape))
+        for path, leaf, route in zip(
+            leaf_paths(params), jax.tree.leaves(params), routes, strict=True
+        )
+    )
+
+
+def leaf_paths(tree) -> list[str]:
+    """The path of every leaf, such as "block_0/attention/query/kernel"."""
+    return [
+        jax.tree_util.keystr(_unboxed(path), simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _unboxed(path: tuple) -> tuple:
+    """The path without the box that flax puts around an array: `kernel` for `kernel.value`."""
+    boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path[:-1] if boxed else path
+
+
+def leaf_routes(
+    tree,
+    config: RuleConfig,
+    overrides: Overrides | None = None,
+    published: bool = False,
+) -> list[Route]:
+    """The route of every leaf, in the order of `jax.tree.leaves`."""
+    return [
+        route(path, leaf.shape, config, overrides, published)
+        for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+    ]
+
+
+def route_all(
+    tree,
+    config: RuleConfig,
+    adam_mask: Mask | None = None,
+    overrides: Overrides | None = None,
+    published: bool = False,
+) -> list[Route]:
+    """The route of every leaf, the user's mask included."""
+    routes = leaf_routes(tree, config, overrides, published)
+    if adam_mask is None or not routes:
+        return routes
+    # A tree may be callable too, an equinox module for one.
+    is_function = callable(adam_mask) and jax.tree_util.all_leaves([adam_mask])
+    mask = adam_mask(tree) if is_function else adam_mask
+    chosen = jax.tree.map(lambda adam, part: jax.tree.map(lambda _: adam, part), mask, tree)
+    return [
+        route._replace(updater="adam" if adam else "rule", reason="adam_mask")
+        for route, adam in zip(routes, jax.tree.leaves(chosen), strict=True)
+    ]
+
+
+def to_view(x: Array, view: MatrixView) -> Array:
+    """A stored tensor as (batch…, in, out)."""
+    if view.order != tuple(range(x.ndim)):
+        x = jnp.transpose(x, view.order)
+    return x.reshape(view.shape(_inverse_permute(x.shape, view.order)))
+
+
+def from_view(x: Array, view: MatrixView, stored: tuple[int, ...]) -> Array:
+    """The stored form of a viewed tensor."""
+    x = x.reshape(tuple(stored[axis] for axis in view.order))
+    if view.order == tuple(range(len(stored))):
+        return x
+    return jnp.transpose(x, _inverse(view.order))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _inverse_permute(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shape[axis] for axis in _inverse(order))
+
+
+def check_leaves(params) -> None:
+    """Raises a TypeError that names the first parameter that is not a real floating array."""
+    for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not hasattr(leaf, "shape"):
+            raise TypeError(f"celo2 updates arrays, but {path} is a {type(leaf).__name__}.")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"celo2 updates real floating-point parameters, but {path} is {dtype}; "
+                "leave it out with optax.masked or optax.partition."
+            )
+
+
+def check_same_tree(tree, params, what: str = "gradients") -> None:
+    """Raises a ValueError that says how gradients (or another tree) and parameters differ."""
+    if jax.tree.structure(tree) != jax.tree.structure(params):
+        ours, theirs = leaf_paths(tree), leaf_paths(params)
+        extra = sorted(set(ours) ^ set(theirs))[:3]
+        raise ValueError(
+            f"{what} and parameters are different trees ({len(ours)} and {len(theirs)} leaves"
+            + (f"; only one has {', '.join(extra)})." if extra else ").")
+        )
+    leaves = zip(leaf_paths(params), jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    for path, leaf, param in leaves:
+        if jnp.shape(leaf) != jnp.shape(param):
+            raise ValueError(
+                f"{path} has shape {jnp.shape(leaf)} in the {what} and {jnp.shape(param)} in the "
+                "parameters."
+            )
+
+
+def check_overrides_match(overrides: Overrides | None, params) -> None:
+    """Raises a ValueError for an override that matches no leaf of the whole tree.
+
+    `optax.tree.map_params` makes a state for a tree without leaves, which any override fits.
+    """
+    if paths := leaf_paths(params):
+        check_overrides(overrides, paths)

@@ -24,33 +24,33 @@ from celo2.rule import (
 
 Weights = Mapping[str, Array]
 
-
-def propose(
-    config: RuleConfig, weights: Weights, axes: Axes, param: Array, grad: Array, moments: Moments
-) -> Array:
-    """What the MLP makes of one viewed tensor's features (Algorithm 1, steps 4 and 5)."""
-    parts = split_first_layer(config, weights["w0"], axes.matrix)
-    kernels = normalize_inputs(parts, build_features(axes, param, grad, moments))
-    # The features are built a second time rather than kept: XLA would store ten planes of them.
-    param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
-    outputs = apply_mlp(weights, kernels, build_features(axes, param, grad, moments))
-    return FORMS[config.form](*outputs)
+WIDEST_UNIT_BY_UNIT = 8  # hidden units of a layer; beyond, XLA's compile time explodes
 
 
-def settle(
+def tensor_update(
+    weights: Weights,
     config: RuleConfig,
     axes: Axes,
-    proposal: Array,
+    param: Array,
+    grad: Array,
     moments: Moments,
-    orthogonalize: Callable[[Array], Array],
+    *,
+    newton_schulz_dtype: Any = None,
 ) -> tuple[Array, Array]:
-    """The update that comes of a proposal, and its new `running_rms` (Algorithm 1, steps 6, 7).
+    """One viewed tensor's update and its new `running_rms` (Algorithm 1, steps 4 to 7).
 
-    A stack of proposals, with stacked moments, is settled as well.
+    The moments have taken the gradient in.
     """
+    first_layer = split_first_layer(config, weights["w0"], axes.matrix)
+    kernels = normalize_inputs(first_layer, build_features(axes, param, grad, moments))
+    # The features are built a second time rather than kept: XLA would store ten planes of them.
+    param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
+    features = build_features(axes, param, grad, moments)
+    direction, magnitude = apply_mlp(weights, kernels, features)
+    update = FORMS[config.form](direction, magnitude)
     if config.orthogonalize and axes.matrix:
-        proposal = orthogonalize(proposal)
-    return NORMS[config.norm](proposal, moments)
+        update = newton_schulz(update, dtype=newton_schulz_dtype)
+    return NORMS[config.norm](update, moments.running_rms, moments.moves)
 
 
 def normalize_inputs(parts: list[Array], features: Features) -> list[Array]:
@@ -80,39 +80,42 @@ def _sum_of_squares(plane: Plane) -> Array:
     return math.prod(map(jnp.square, late), start=total)
 
 
-def _matrix_size(x: Array) -> int:
-    return x.shape[-2] * x.shape[-1]
+def _matrix_size(x: Array) -> float:
+    return float(x.shape[-2] * x.shape[-1])  # as an integer it may not fit 32 bits
 
 
-def apply_mlp(
-    weights: Weights, kernels: list[Array], features: Features
-) -> tuple[Array, Callable[[], Array]]:
-    """The MLP's direction and, when called, its magnitude.
+def apply_mlp(weights: Weights, kernels: list[Array], features: Features) -> tuple[Array, Array]:
+    """The MLP's direction and magnitude.
 
-    Every hidden unit is a plane of its own, so that XLA runs the whole MLP in one loop over the
-    tensor; row and column features are weighted before they are spread out.
+    A layer of few units is computed unit by unit, each a plane of its own, so that XLA runs the
+    whole MLP in one loop over the tensor. Its compile time grows with the product of all widths
+    then: wider layers are products of matrices, over the axis of units alone, so that no sharded
+    axis is flattened.
     """
     planes = [math.prod(plane.factors, start=plane.value) for plane in features.planes]
-    hidden = [
-        bias + _weighted_sum([kernel[h] for kernel in kernels[0]], planes)
-        for h, bias in enumerate(weights["b0"])
+    # Row and column features are weighted before they are broadcast.
+    offsets = [
+        jnp.sum(kernel * stripes[:, None], 0)
+        for kernel, stripes in zip(kernels[1:], features.stripes, strict=True)
     ]
-    for kernel, stripes in zip(kernels[1:], features.stripes, strict=True):
-        weighted = jnp.sum(kernel * stripes[:, None], 0)
-        hidden = [unit + weighted[h] for h, unit in enumerate(hidden)]
-
-    depth = len(weights) // 2
-    for layer in range(1, depth - 1):
-        inputs = [jax.nn.relu(unit) for unit in hidden]
-        hidden = [
-            _neuron(weights, layer, inputs, unit) for unit in range(len(weights[f"b{layer}"]))
-        ]
-    inputs = [jax.nn.relu(unit) for unit in hidden]
-    return _neuron(weights, depth - 1, inputs, 0), lambda: _neuron(weights, depth - 1, inputs, 1)
+    layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(len(weights) // 2)]
+    layers[-1] = layers[-1][0][:, :2], layers[-1][1][:2]  # the third output is not used
+    widest = max(len(bias) for _, bias in layers)
+    run = _unit_by_unit if widest <= WIDEST_UNIT_BY_UNIT else _by_products
+    return run(planes, kernels[0], offsets, layers)
 
 
-def _neuron(weights: Weights, layer: int, inputs: list[Array], unit: int) -> Array:
-    return _weighted_sum(weights[f"w{layer}"][:, unit], inputs) + weights[f"b{layer}"][unit]
+def _unit_by_unit(planes, kernel, offsets, layers) -> tuple[Array, Array]:
+    units = [
+        bias + _weighted_sum([column[h] for column in kernel], planes)
+        for h, bias in enumerate(layers[0][1])
+    ]
+    for offset in offsets:
+        units = [unit + offset[h] for h, unit in enumerate(units)]
+    for weight, bias in layers[1:]:
+        inputs = [jax.nn.relu(unit) for unit in units]
+        units = [_weighted_sum(weight[:, h], inputs) + bias[h] for h in range(len(bias))]
+    return units[0], units[1]
 
 
 def _weighted_sum(weights: Sequence[Array] | Array, values: list[Array]) -> Array:
@@ -122,13 +125,27 @@ def _weighted_sum(weights: Sequence[Array] | Array, values: list[Array]) -> Arra
     return total
 
 
-# Each takes the direction and a function that gives the magnitude.
-FORMS: dict[str, Callable[[Array, Callable[[], Array]], Array]] = {
+def _by_products(planes, kernel, offsets, layers) -> tuple[Array, Array]:
+    # Accelerators would round the factors to fewer bits.
+    einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    units = einsum("cu...,c...ij->u...ij", kernel[..., 0, 0], jnp.stack(planes))
+    units = units + _per_unit(layers[0][1], units.ndim)
+    for offset in offsets:
+        units = units + offset
+    for weight, bias in layers[1:]:
+        units = einsum("uv,u...->v...", weight, jax.nn.relu(units)) + _per_unit(bias, units.ndim)
+    return units[0], units[1]
+
+
+def _per_unit(bias: Array, ndim: int) -> Array:
+    return bias.reshape(-1, *[1] * (ndim - 1))
+
+
+# Each takes the direction and the magnitude.
+FORMS: dict[str, Callable[[Array, Array], Array]] = {
     "d": lambda d, m: d,
-    "d_exp_m": lambda d, m: d * jnp.exp(MAGNITUDE_SCALE * m()),
-    "d_exp_m_avg": lambda d, m: (
-        d * jnp.exp(MAGNITUDE_SCALE * reduce_in_turn(jnp.mean, m(), MATRIX))
-    ),
+    "d_exp_m": lambda d, m: d * jnp.exp(MAGNITUDE_SCALE * m),
+    "d_exp_m_avg": lambda d, m: d * jnp.exp(MAGNITUDE_SCALE * reduce_in_turn(jnp.mean, m, MATRIX)),
 }
 
 
@@ -181,31 +198,28 @@ def rms(update: Array) -> Array:
     return jnp.sqrt(total / _matrix_size(update) + EPSILON)
 
 
-def _mean_rms(update: Array, moments: Moments) -> Array:
+def _mean_rms(update: Array, running_rms: Array, moves: Array) -> Array:
     """The mean RMS of all updates so far, this one included."""
-    steps = jnp.maximum(moments.moves, 1).astype(jnp.float32)
-    return moments.running_rms + (rms(update) - moments.running_rms) / steps
+    steps = jnp.maximum(moves, 1).astype(jnp.float32)
+    return running_rms + (rms(update) - running_rms) / steps
 
 
-def _rolling_norm(update: Array, moments: Moments) -> tuple[Array, Array]:
-    mean = _mean_rms(update, moments)
+def _rolling_norm(update: Array, running_rms: Array, moves: Array) -> tuple[Array, Array]:
+    mean = _mean_rms(update, running_rms, moves)
     return update / mean, mean
 
 
-def _rolling_norm_clip(update: Array, moments: Moments) -> tuple[Array, Array]:
-    mean = _mean_rms(update, moments)
+def _rolling_norm_clip(update: Array, running_rms: Array, moves: Array) -> tuple[Array, Array]:
+    mean = _mean_rms(update, running_rms, moves)
     return update * jnp.minimum(1.0, CLIP_RMS * mean / rms(update)), mean
 
 
-# Each takes the update and the moments, and returns the scaled update and the new
-# `running_rms`, which all but the rolling norms leave as it is.
-NORMS: dict[str, Callable[[Array, Moments], tuple[Array, Array]]] = {
-    "raw": lambda u, moments: (u, moments.running_rms),
-    "norm": lambda u, moments: (u / rms(u), moments.running_rms),
-    "norm_clip": lambda u, moments: (
-        u * jnp.minimum(1.0, CLIP_RMS / rms(u)),
-        moments.running_rms,
-    ),
+# Each takes the update, the mean RMS of those before and their number with this one; it returns
+# the scaled update and the new mean, which all but the rolling norms leave as it is.
+NORMS: dict[str, Callable[[Array, Array, Array], tuple[Array, Array]]] = {
+    "raw": lambda u, mean, moves: (u, mean),
+    "norm": lambda u, mean, moves: (u / rms(u), mean),
+    "norm_clip": lambda u, mean, moves: (u * jnp.minimum(1.0, CLIP_RMS / rms(u)), mean),
     "rolling_norm": _rolling_norm,
     "rolling_norm_clip": _rolling_norm_clip,
 }
