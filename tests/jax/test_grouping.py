@@ -4,19 +4,19 @@ import functools
 import json
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental.serialize_executable import serialize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax
 from celo2.evaluate.compiled import collectives
 from celo2.jax import grouping, scale_by_celo2
 from celo2.rule import Rule, RuleConfig, initial_weights
 from conftest import run_python
-from jax import export
 from rules import jit, make_rule, normal_tree
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from celo2.jax.trees import leaf_paths
+from celo2.jax.optimizer import leaf_paths
 from celo2.metatrain import MetaConfig, families
 from celo2.metatrain.config import FamilyConfig, from_fields, of_family, read_toml
 from celo2.metatrain.families import FAMILIES, count_problems, load_families

@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
-import jax
 from celo2.jax.grouping import (
     for_each,
     for_each_group,
@@ -41,7 +42,6 @@ from celo2.routing import (
 )
 from celo2.rule import ADAM_GRADIENT_LIMIT, ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.rulefile import as_rule
-from jax import Array
 
 ScalarOrSchedule = float | Array | optax.Schedule
 Mask = Any | Callable[[optax.Params], Any]
