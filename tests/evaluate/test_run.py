@@ -10,6 +10,8 @@ from small_runs import of_kind, small, stop_after, train, without_times
 from celo2.evaluate import RunConfig, describe, program, setup
 from celo2.evaluate.adapt import accumulated, in_precision
 from celo2.evaluate.config import from_fields, resolve, run_name
+from celo2.rule import Rule, initial_weights
+from celo2.rulefile import digest, load, pretrained, save
 from celo2.runs import checkpoint, records
 from celo2.runs.folder import RunFolder, RunRefused, RunTaken, locked
 from celo2.tasks import TASKS
@@ -197,9 +199,8 @@ def test_accumulated_gradient_is_the_big_batch_s(name):
 
 
 def test_unchained_steps_are_the_chained_ones(tmp_path, whole_run, monkeypatch):
-    build = program._build.__wrapped__
     monkeypatch.setattr(setup, "_is_slow_in_loops", lambda problem: True)
-    monkeypatch.setattr(program, "_build", build)
+    monkeypatch.setattr(program, "_programs", {})
     ours, theirs = (of_kind(rows, "train") for rows in (train(tmp_path), whole_run[1]))
     for one, other in zip(ours, theirs, strict=True):
         assert one["step"] == other["step"]
@@ -247,3 +248,21 @@ def test_largest_model_is_described_without_data(optimizer, bytes_per_parameter)
     ratio = facts["state_bytes"] / facts["parameters"]
     assert ratio == pytest.approx(bytes_per_parameter, rel=0.05)
     assert facts["rates"][620] == 1e-3 and facts["rates"][0] == 0.0
+
+
+def test_rules_of_one_config_share_a_compiled_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "_programs", {})
+    base = pretrained("celo2")
+    scores = []
+    for seed in (0, 1):
+        weights = initial_weights(base.config, np.random.default_rng(seed))
+        path = tmp_path / f"{seed}.safetensors"
+        save(Rule(base.config, weights), path)
+        rows = train(tmp_path / str(seed), small(str(path)))
+        assert rows[0]["rule"] == digest(load(path))
+        scores.append(rows[-1]["score"])
+    assert len(program._programs) == 1 and scores[0] != scores[1]
+    train(tmp_path / "shipped", small("celo2"))
+    assert len(program._programs) == 1
+    train(tmp_path / "nesterov", small("celo2-nesterov"))
+    assert len(program._programs) == 2

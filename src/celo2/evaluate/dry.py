@@ -28,11 +28,17 @@ def describe(config: RunConfig) -> dict[str, Any]:
     setup = set_up(replace(config, optimizer=rule or config.optimizer), blank=True)
     key = jax.random.key(0)
     step = jax.eval_shape(
-        lambda d, s, k: setup.trainer(d, 1.0).step(s, k), setup.given, setup.abstract, key
+        lambda d, s, k: setup.trainer(d, 1.0, setup.weights).step(s, k),
+        setup.given,
+        setup.abstract,
+        key,
     )
     _check_same_state(step[0], setup.abstract)
     valid = jax.eval_shape(
-        lambda d, s, k: setup.trainer(d, 1.0).evaluate(s, k), setup.given, setup.abstract, key
+        lambda d, s, k: setup.trainer(d, 1.0, setup.weights).evaluate(s, k),
+        setup.given,
+        setup.abstract,
+        key,
     )
     check_metric(setup, valid)
     assert config.steps is not None

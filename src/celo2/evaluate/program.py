@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -16,8 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.feed import Feed
-from celo2.evaluate.setup import Setup, check_metric, set_up
+from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.setup import Setup, check_metric, place_weights, set_up
+from celo2.evaluate.variants import shared_name
+from celo2.rule import Rule
+from celo2.rulefile import digest
 
+KEPT = 16  # programs
+_programs: dict[Any, "Program"] = {}  # the newest last
 VALIDATION_KEY = 1  # the same in every run: all are judged by the same batches
 
 
@@ -47,7 +53,7 @@ class Program(NamedTuple):
 
     setup: Setup
     metrics: dict[str, jax.ShapeDtypeStruct]  # of one step
-    advance_compiled: Any  # data, learning rate, seed, carry[, last] -> carry
+    advance_compiled: Any  # data, learning rate, rule's weights, seed, carry[, last] -> carry
     evaluate_compiled: Any  # data, state, number -> metrics
     compile_seconds: float
     temporary_bytes: int | None  # of a step, beside state and data
@@ -56,7 +62,9 @@ class Program(NamedTuple):
         """The state before the first step."""
 
         def init(seed):
-            return self.setup.trainer(self.setup.given, 1.0).init(_keys(seed)[0])
+            return self.setup.trainer(self.setup.given, 1.0, self.setup.weights).init(
+                _keys(seed)[0]
+            )
 
         if self.setup.mesh is None:
             # Arrays of their own: two names for one array could not both be used up.
@@ -78,10 +86,12 @@ class Program(NamedTuple):
         carry = Carry(self._put(first, jnp.int32), state, totals, self._put(True, jnp.bool_))
         if self.setup.chained:
             last_step = self._put(last, jnp.int32)
-            carry = self.advance_compiled(feed.at(first), rate, seed, carry, last_step)
+            carry = self.advance_compiled(
+                feed.at(first), rate, self.setup.weights, seed, carry, last_step
+            )
         else:
             for step in range(first, last):
-                carry = self.advance_compiled(feed.at(step), rate, seed, carry)
+                carry = self.advance_compiled(feed.at(step), rate, self.setup.weights, seed, carry)
                 # Many collectives in a queue may block each other on CPU devices.
                 if jax.default_backend() == "cpu" and not carry.finite:
                     break
@@ -107,14 +117,34 @@ class Program(NamedTuple):
 def build(
     config: RunConfig, data: str | PathLike | None = None, mesh: Mesh | None = None
 ) -> Program:
-    """The program of a resolved config; the newest are kept for configs that share one."""
-    shared = dataclasses.replace(config, learning_rate=1.0, seed=0, label=None, record_every=1)
-    return _build(shared, data, mesh)
+    """The program of a resolved config; the newest are kept for configs that share one.
+
+    Rules of one RuleConfig share it too, whatever their weights.
+    """
+    rule = load_rule(config.optimizer)
+    shared = dataclasses.replace(
+        config,
+        optimizer=shared_name(config.optimizer),
+        learning_rate=1.0,
+        seed=0,
+        label=None,
+        record_every=1,
+    )
+    key = (shared, None if rule is None else rule.config, data, mesh)
+    program = _programs.pop(key, None) or _build(shared, rule, data, mesh)
+    _programs[key] = program
+    while len(_programs) > KEPT:
+        del _programs[next(iter(_programs))]
+    if rule is None:
+        return program
+    mine = {"rule": digest(rule), "weights": place_weights(rule, mesh)}
+    return program._replace(setup=program.setup._replace(**mine))
 
 
-@lru_cache(maxsize=16)
-def _build(config: RunConfig, data: str | PathLike | None, mesh: Mesh | None) -> Program:
-    setup = set_up(config, data, mesh)
+def _build(
+    config: RunConfig, rule: Rule | None, data: str | PathLike | None, mesh: Mesh | None
+) -> Program:
+    setup = set_up(config, data, mesh, rule=rule)
     start = time.monotonic()
     metrics, advanced = lower_advance(setup)
     compiled = advanced.compile()
@@ -141,7 +171,7 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
     mesh = setup.mesh
     rate, seed, count = (put(0, dtype, mesh) for dtype in (jnp.float32, jnp.uint32, jnp.int32))
     metrics = jax.eval_shape(
-        lambda data, state, key: setup.trainer(data, 1.0).step(state, key)[1],
+        lambda data, state, key: setup.trainer(data, 1.0, setup.weights).step(state, key)[1],
         setup.given,
         setup.abstract,
         jax.random.key(0),
@@ -152,11 +182,11 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
     if mesh is not None:
         places = jax.tree.map(lambda x: x.sharding, carry)
     advance = jax.jit(
-        partial(_chain if setup.chained else _step, setup), donate_argnums=3, out_shardings=places
+        partial(_chain if setup.chained else _step, setup), donate_argnums=4, out_shardings=places
     )
     last = [count] if setup.chained else []
     with in_mesh(mesh):
-        return metrics, advance.lower(setup.given, rate, seed, carry, *last)
+        return metrics, advance.lower(setup.given, rate, setup.weights, seed, carry, *last)
 
 
 def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
@@ -173,22 +203,24 @@ def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:
     return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
 
 
-def _step(setup: Setup, data: Any, rate: Array, seed: Array, carry: Carry) -> Carry:
+def _step(setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry) -> Carry:
     """One step; after a loss that was not finite, steps no longer count."""
     _, key = _keys(seed)
-    trainer = setup.trainer(data, rate)
+    trainer = setup.trainer(data, rate, weights)
     state, metrics = trainer.step(carry.state, jax.random.fold_in(key, carry.step))
     totals = jax.tree.map(_add, carry.totals, metrics)
     finite = carry.finite & jnp.isfinite(metrics["loss"])
     return Carry(carry.step + carry.finite, state, totals, finite)
 
 
-def _chain(setup: Setup, data: Any, rate: Array, seed: Array, carry: Carry, last: Array) -> Carry:
+def _chain(
+    setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry, last: Array
+) -> Carry:
     """Steps up to `last`, which is not compiled in: every step is the same, however many there
     are."""
     return jax.lax.while_loop(
         lambda carry: (carry.step < last) & carry.finite,
-        lambda carry: _step(setup, data, rate, seed, carry),
+        lambda carry: _step(setup, data, rate, weights, seed, carry),
         carry,
     )
 
@@ -198,7 +230,7 @@ def _evaluate(setup: Setup, data: Any, state: Any, number: Array) -> dict[str, A
     key = jax.random.key(VALIDATION_KEY)
     if not setup.chained:
         key = jax.random.split(key, setup.evaluations)[number]
-    return setup.trainer(data, 1.0).evaluate(state, key)
+    return setup.trainer(data, 1.0, setup.weights).evaluate(state, key)
 
 
 def _everywhere(mesh: Mesh | None) -> NamedSharding | None:

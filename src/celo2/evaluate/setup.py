@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -29,6 +28,7 @@ from celo2.evaluate.sharding import (
     parameter_specs,
     spread_batch,
 )
+from celo2.rule import Rule
 from celo2.rulefile import digest as digest_rule
 from celo2.runs.digest import digest_arrays, name_arrays
 from celo2.runs.mesh import DATA
@@ -38,7 +38,8 @@ from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
 class Setup(NamedTuple):
     """How a run trains; `data` is None for a task that has none.
 
-    The learning rate is an argument, so that all rates share one compiled program.
+    The learning rate and the rule's weights are arguments, so that all rates and all rules of a
+    config share one compiled program.
     """
 
     config: RunConfig
@@ -48,7 +49,10 @@ class Setup(NamedTuple):
     given: Any  # what a step gets: those arrays, or the shapes of a batch
     checksum: str  # SHA-256 of the data
     rule: str | None  # SHA-256 of the rule
-    trainer: Callable[[Any, Array | float], Trainer]  # data, learning rate -> …
+    weights: dict[str, Array]  # of the rule, none without one
+    trainer: Callable[
+        [Any, Array | float, Mapping[str, Array]], Trainer
+    ]  # data, rate, weights -> …
     abstract: Any  # shapes of the trainer's state, and places if there is a mesh
     chained: bool  # whether steps should be compiled into a loop
     evaluations: int  # validation batches, if not chained one for each call of `evaluate`
@@ -61,8 +65,12 @@ def set_up(
     mesh: Mesh | None = None,
     *,
     blank: bool = False,
+    rule: Rule | None = None,
 ) -> Setup:
-    """The parts of a resolved config; `blank` takes shapes in place of the data."""
+    """The parts of a resolved config; `blank` takes shapes in place of the data.
+
+    The rule is the optimizer's, unless one is given.
+    """
     spec = find(config.task)
     made, checksum = (
         _make_blank(config)
@@ -70,28 +78,30 @@ def set_up(
         else _make(config.task, config.text, config.batch, config.remat, data)
     )
     problem = _adapt(made, config, mesh)
-    rule = load_rule(config.optimizer)
+    rule = load_rule(config.optimizer) if rule is None else rule
     assert config.steps is not None
     shape = schedule_shape(config, config.steps * spec.updates_per_step)
 
-    def optimizer(rate: Array | float) -> optax.GradientTransformation:
-        return with_norms(make_optimizer(config, rule, lambda count: rate * shape(count)))
+    def optimizer(rate: Array | float, weights: Mapping[str, Array]):
+        used = None if rule is None else Rule(rule.config, weights)
+        return with_norms(make_optimizer(config, used, lambda count: rate * shape(count)))
 
-    def trainer(arrays: Any, rate: Array | float) -> Trainer:
+    def trainer(arrays: Any, rate: Array | float, weights: Mapping[str, Array]) -> Trainer:
+        tx = optimizer(rate, weights)
         if not isinstance(problem, Task):
-            return spec.train(problem, optimizer(rate))
-        count = batches if chained else 1
-        return supervised(problem._replace(data=arrays), optimizer(rate), count)
+            return spec.train(problem, tx)
+        return supervised(problem._replace(data=arrays), tx, batches if chained else 1)
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
     chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem)
     arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
     given = _batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
-    abstract = jax.eval_shape(lambda key: trainer(given, 1.0).init(key), jax.random.key(0))
+    weights = place_weights(rule, mesh)
+    abstract = jax.eval_shape(lambda key: trainer(given, 1.0, weights).init(key), jax.random.key(0))
     if mesh is not None:
         specs = parameter_specs(abstract.params, mesh)
-        inner = optimizer_specs(optimizer(1.0), abstract.params, specs, mesh)
+        inner = optimizer_specs(optimizer(1.0, weights), abstract.params, specs, mesh)
         abstract = on_mesh(abstract, type(abstract)(specs, inner), mesh)
     return Setup(
         config=config,
@@ -101,12 +111,19 @@ def set_up(
         given=given,
         checksum=checksum,
         rule=None if rule is None else digest_rule(rule),
+        weights=weights,
         trainer=trainer,
         abstract=abstract,
         chained=chained,
         evaluations=batches,
         sizes=_sizes(config, problem, abstract),
     )
+
+
+def place_weights(rule: Rule | None, mesh: Mesh | None) -> dict[str, Array]:
+    """The rule's arrays on every device."""
+    arrays = {} if rule is None else {k: np.asarray(w, np.float32) for k, w in rule.weights.items()}
+    return jax.tree.map(jnp.asarray, arrays) if mesh is None else place_arrays(arrays, mesh)
 
 
 def check_metric(setup: Setup, valid: Iterable[str]) -> None:

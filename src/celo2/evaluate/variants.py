@@ -37,3 +37,14 @@ def find_variant(optimizer: str) -> Variant | None:
     if optimizer.endswith(".safetensors") or optimizer.startswith("hf://"):
         return Variant(optimizer)
     return VARIANTS.get(optimizer)
+
+
+def shared_name(optimizer: str) -> str:
+    """One name for all optimizers that differ in nothing but their rule.
+
+    >>> shared_name("celo2") == shared_name("runs/mine/rule.safetensors")
+    True
+    """
+    variant = find_variant(optimizer)
+    plain = variant is not None and variant._replace(rule="") == Variant("")
+    return "any.safetensors" if plain else optimizer
