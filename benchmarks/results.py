@@ -13,13 +13,14 @@ from celo2.evaluate.comparison import (
     Entry,
     Sweep,
     baseline_of,
+    best_curve,
+    but_lost,
     edge_of,
     metric_of,
+    reach,
     read_sweep,
     spread,
 )
-from celo2.evaluate.curves import best_curve, reach
-from celo2.evaluate.notes import but_lost
 from celo2.evaluate.plots import COLORS
 
 ROOT = Path(__file__).parent.parent

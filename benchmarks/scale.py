@@ -20,11 +20,10 @@ import tyro
 
 from celo2.evaluate.compiled import collectives, memory
 from celo2.evaluate.config import RunConfig, resolve
-from celo2.evaluate.norms import with_norms
-from celo2.evaluate.optimizers import load_rule, make_optimizer
+from celo2.evaluate.optimizers import load_rule, make_optimizer, with_norms
 from celo2.evaluate.program import in_mesh, lower_advance
 from celo2.evaluate.setup import Setup, set_up
-from celo2.runs.mesh import make_mesh, parse_mesh
+from celo2.runs.processes import make_mesh, parse_mesh
 
 OPTIMIZERS = ("adamw", "muon", "celo2-base", "celo2")
 FAST = {"xla_backend_optimization_level": 0}  # of machine code alone: the same program

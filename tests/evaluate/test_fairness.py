@@ -4,9 +4,7 @@ import pytest
 from hand_made import config_of, rows_of, write_sweep
 
 from celo2 import cli
-from celo2.evaluate.comparison import read_sweep
-from celo2.evaluate.curves import reach
-from celo2.evaluate.notes import but_lost, data_notes, notes
+from celo2.evaluate.comparison import but_lost, data_notes, notes, reach, read_sweep
 from celo2.runs import records
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")

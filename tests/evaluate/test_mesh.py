@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 from small_runs import of_kind
 
 from celo2 import cli
-from celo2.evaluate.sharding import leaf_spec
+from celo2.evaluate.setup import leaf_spec
 from celo2.runs import records
 from celo2.runs.checkpoint import list_iterations
-from celo2.runs.mesh import parse_mesh
+from celo2.runs.processes import parse_mesh
 from conftest import run_python
 from processes import run_processes, start_processes
 
@@ -21,7 +21,7 @@ RUN = ["run", "text-tiny", "--batch", "8", "--evaluation-batches", "2", "--recor
 RUN += ["--evaluate-every", "4", "--learning-rate", "2e-3"]
 ON_MESH = """
 from celo2.evaluate import RunConfig, run
-from celo2.runs.mesh import make_mesh
+from celo2.runs.processes import make_mesh
 for optimizer in {optimizers}:
     config = RunConfig("text-tiny", optimizer, learning_rate=2e-3, steps=4, batch=8,
                        evaluation_batches=2, record_every=2, evaluate_every=4,

@@ -6,9 +6,13 @@ import pytest
 from small_runs import of_kind, small, train
 
 from celo2.evaluate.config import RunConfig
-from celo2.evaluate.norms import with_norms
-from celo2.evaluate.optimizers import OPTIMIZERS, load_rule, make_optimizer
-from celo2.evaluate.schedules import schedule_shape
+from celo2.evaluate.optimizers import (
+    OPTIMIZERS,
+    load_rule,
+    make_optimizer,
+    schedule_shape,
+    with_norms,
+)
 from celo2.rulefile import pretrained, save
 
 PARAMS = {"hidden": {"kernel": jnp.ones((4, 6))}, "head": {"kernel": jnp.ones((6, 3))}}

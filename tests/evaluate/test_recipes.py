@@ -9,8 +9,8 @@ import pytest
 
 from celo2.commands.sweep import show_plan
 from celo2.evaluate import RunConfig, describe, read_recipe
-from celo2.evaluate.dry import stand_in
 from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.program import stand_in
 from celo2.rule import Form, Norm, Rule, initial_weights
 from celo2.rulefile import save
 from conftest import REPOSITORY

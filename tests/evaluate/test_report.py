@@ -7,8 +7,8 @@ import pytest
 from hand_made import config_of, rows_of, write_sweep
 
 from celo2 import cli
-from celo2.evaluate import comparison, curves
-from celo2.evaluate.notes import notes
+from celo2.evaluate import comparison
+from celo2.evaluate.comparison import notes
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from celo2.evaluate import plots, report  # noqa: E402
@@ -49,24 +49,24 @@ def test_spread_is_mean_and_range_of_what_is_there():
 
 def test_steps_to_reach_are_interpolated_at_the_first_crossing():
     points = [(0, 4.0), (10, 2.0), (20, 3.0), (30, 1.0)]
-    assert curves.steps_to_reach(points, 2.5, higher=False) == 7.5
-    assert curves.steps_to_reach(points, 2.0, higher=False) == 10
-    assert curves.steps_to_reach(points, 0.5, higher=False) is None
-    assert curves.steps_to_reach([(0, 0.1), (10, 0.9)], 0.3, higher=True) == pytest.approx(2.5)
-    assert curves.steps_to_reach([(0, 0.1)], 0.0, higher=True) == 0
+    assert comparison.steps_to_reach(points, 2.5, higher=False) == 7.5
+    assert comparison.steps_to_reach(points, 2.0, higher=False) == 10
+    assert comparison.steps_to_reach(points, 0.5, higher=False) is None
+    assert comparison.steps_to_reach([(0, 0.1), (10, 0.9)], 0.3, higher=True) == pytest.approx(2.5)
+    assert comparison.steps_to_reach([(0, 0.1)], 0.0, higher=True) == 0
 
 
 def test_speed_up_is_of_the_mean_over_seeds(folder, entries):
     sweep = comparison.read_sweep(folder)
     # From 2.0 at step 50 to the mean 0.5 at step 100: 1.0 is two thirds of the way.
-    found = curves.reach(sweep, entries["muon"], entries["adamw"])
+    found = comparison.reach(sweep, entries["muon"], entries["adamw"])
     assert found is not None
     assert found.steps == pytest.approx(50 + 50 * 2 / 3)
     assert found.speed_up == pytest.approx(100 / found.steps)
-    own = curves.reach(sweep, entries["adamw"], entries["adamw"])
+    own = comparison.reach(sweep, entries["adamw"], entries["adamw"])
     assert own == (100, 1.0)
-    assert curves.reach(sweep, entries["<i>$\\bad"], entries["adamw"]) is None
-    assert curves.reach(sweep, entries["lion"], entries["adamw"]) is None
+    assert comparison.reach(sweep, entries["<i>$\\bad"], entries["adamw"]) is None
+    assert comparison.reach(sweep, entries["lion"], entries["adamw"]) is None
 
 
 def test_edge_of_the_range_is_found(entries):
@@ -90,9 +90,9 @@ def test_curve_takes_the_last_row_of_a_step_and_passes_over_null():
         {"kind": "valid", "step": s, "metrics": {"loss": x}}
         for s, x in ((5, 2.0), (0, 3.0), (5, 1.0), (9, None))
     ]
-    assert curves.curve(rows, "valid", "metrics", "loss") == [(0, 3.0), (5, 1.0)]
-    assert curves.mean_curve([[(0, 1.0), (5, 2.0)], [(5, 4.0), (9, 1.0)]]) == [(5, 3.0)]
-    assert curves.mean_curve([]) == []
+    assert comparison.curve(rows, "valid", "metrics", "loss") == [(0, 3.0), (5, 1.0)]
+    assert comparison.mean_curve([[(0, 1.0), (5, 2.0)], [(5, 4.0), (9, 1.0)]]) == [(5, 3.0)]
+    assert comparison.mean_curve([]) == []
 
 
 def test_notes_tell_what_is_unfair(entries):

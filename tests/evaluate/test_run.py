@@ -8,8 +8,8 @@ import pytest
 from small_runs import of_kind, small, stop_after, train, without_times
 
 from celo2.evaluate import RunConfig, describe, program, setup
-from celo2.evaluate.adapt import accumulated, in_precision
 from celo2.evaluate.config import from_fields, resolve, run_name
+from celo2.evaluate.setup import accumulated, in_precision
 from celo2.rule import Rule, initial_weights
 from celo2.rulefile import digest, load, pretrained, save
 from celo2.runs import checkpoint, records

@@ -8,7 +8,7 @@ import pytest
 from small_runs import of_kind
 
 from celo2 import cli
-from celo2.evaluate.find import find
+from celo2.evaluate.config import find
 from celo2.runs import checkpoint, records
 
 pytest.importorskip("tyro")

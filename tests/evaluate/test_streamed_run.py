@@ -57,7 +57,7 @@ def test_streamed_batches_on_a_mesh_give_the_losses_of_one_device(tmp_path, fold
     train(tmp_path / "one", config_of(folder))
     code = f"""
 from celo2.evaluate import RunConfig, run
-from celo2.runs.mesh import make_mesh
+from celo2.runs.processes import make_mesh
 list(run({config_of(folder)!r}, {str(tmp_path / "four")!r},
          mesh=make_mesh({{"data": 2, "model": 2}})))
 """

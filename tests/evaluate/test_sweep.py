@@ -7,8 +7,8 @@ from small_runs import RECIPE, of_kind, small, stop_after
 from celo2 import cli
 from celo2.evaluate import Recipe, read_recipe, summarize, sweep
 from celo2.evaluate import run as run_one
+from celo2.evaluate.comparison import Outcome, find_best, name_of
 from celo2.evaluate.config import resolve
-from celo2.evaluate.results import Outcome, find_best, name_of
 from celo2.runs import records
 
 sweep_module = importlib.import_module("celo2.evaluate.sweep")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from quadratics import WEIGHTS, quadratic, tiny_config
 
-from celo2.metatrain import augment, inner
+from celo2.metatrain import inner
 from rules import jit
 
 LEVELS = ("none", "global", "tensor", "parameter")
@@ -13,7 +13,7 @@ PARAMS = {"kernel": jnp.ones((40, 50)), "bias": jnp.ones(50), "gain": jnp.ones((
 
 
 def scales_at(level: str, seed: int = 0, params=PARAMS):
-    return augment.sample_scales(level, BOUNDS, jax.random.key(seed), params)
+    return inner.sample_scales(level, BOUNDS, jax.random.key(seed), params)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -23,7 +23,7 @@ def test_problem_starts_at_the_same_function_at_every_level(level):
     problem, plain = start(key), family.init(jax.random.split(key, 3)[0])
     for twin in (0, 1):
         trained = jax.tree.map(lambda p, twin=twin: p[twin], problem.params)
-        seen = augment.expand(trained, problem.scales)
+        seen = inner.expand(trained, problem.scales)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), seen, plain)
         rescaled = not np.allclose(trained["hidden"]["kernel"], plain["hidden"]["kernel"])
         assert rescaled == (level != "none")
@@ -50,11 +50,11 @@ def test_scale_changes_the_gradient_and_not_the_function(level):
     target = family.data[0]
 
     def of_trained(trained):
-        return family.loss(augment.expand(trained, scales), target)
+        return family.loss(inner.expand(trained, scales), target)
 
-    trained = augment.shrink(params, scales)
+    trained = inner.shrink(params, scales)
     np.testing.assert_allclose(of_trained(trained), family.loss(params, target), rtol=1e-5)
-    expected = augment.expand(jax.grad(family.loss)(params, target), scales)
+    expected = inner.expand(jax.grad(family.loss)(params, target), scales)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
         jax.grad(of_trained)(trained),
@@ -63,7 +63,7 @@ def test_scale_changes_the_gradient_and_not_the_function(level):
 
 
 def test_level_none_leaves_the_parameters_as_they_are():
-    shrunk = augment.shrink(PARAMS, scales_at("none"))
+    shrunk = inner.shrink(PARAMS, scales_at("none"))
     jax.tree.map(np.testing.assert_array_equal, shrunk, PARAMS)
 
 
@@ -86,7 +86,7 @@ def test_parameter_level_has_one_scale_for_each_number():
 
 @pytest.mark.parametrize("level", LEVELS[1:])
 def test_scales_are_log_uniform_in_the_bounds(level):
-    draw = jax.vmap(lambda key: augment.sample_scales(level, BOUNDS, key, PARAMS)["bias"])
+    draw = jax.vmap(lambda key: inner.sample_scales(level, BOUNDS, key, PARAMS)["bias"])
     logs = np.log10(np.ravel(draw(jax.random.split(jax.random.key(3), 4000))))
     assert logs.min() >= -3 - 1e-4 and logs.max() <= 3 + 1e-4
     shares, _ = np.histogram(logs, bins=6, range=(-3.001, 3.001))

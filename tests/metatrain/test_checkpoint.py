@@ -12,7 +12,7 @@ from tiny_runs import array_files, digest, flip_bit, newest, of_kind, run, share
 
 from celo2.metatrain import status
 from celo2.runs import checkpoint
-from celo2.runs.digest import digest_json
+from celo2.runs.checkpoint import digest_json
 from celo2.runs.folder import RunRefused
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

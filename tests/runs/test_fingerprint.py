@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from celo2.runs import fingerprint as fingerprints
-from celo2.runs.fingerprint import fingerprint
+from celo2.runs import checkpoint as fingerprints
+from celo2.runs.checkpoint import fingerprint
 from conftest import run_python
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "uint8", "bool"]
@@ -57,7 +57,7 @@ def test_layout_on_devices_does_not_show_and_nothing_large_is_sent():
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from celo2.evaluate.compiled import collectives
-from celo2.runs import fingerprint as f
+from celo2.runs import checkpoint as f
 array = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 expected, f.HOST = f.fingerprint(array), 0

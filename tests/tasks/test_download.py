@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from celo2.runs.digest import digest_arrays
+from celo2.runs.checkpoint import digest_arrays
 from celo2.tasks import download, images, load_text
 from celo2.tasks.download import area_average, area_weights, shrink_images
 from conftest import data_folder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from celo2.runs.mesh import DATA, MODEL, make_mesh, parse_mesh
+from celo2.runs.processes import DATA, MODEL, make_mesh, parse_mesh
 
 LOST = 4  # exit status
 ADDRESS, PORT, RANK, COUNT = TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from celo2.evaluate.packed import pack as write_packed
+from celo2.evaluate.comparison import pack as write_packed
 from celo2.evaluate.report import write_report
 from celo2.runs.address import look_here
 

@@ -13,9 +13,8 @@ from celo2.commands.signals import stop_on_signal
 from celo2.commands.trackers import tracked
 from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
-from celo2.evaluate.config import resolve
-from celo2.evaluate.find import find
-from celo2.evaluate.results import name_of
+from celo2.evaluate.comparison import name_of
+from celo2.evaluate.config import find, resolve
 from celo2.runs.address import look_here
 from celo2.runs.fields import to_fields
 from celo2.runs.processes import is_primary

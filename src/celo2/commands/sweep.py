@@ -16,10 +16,7 @@ from celo2.commands.run import Flat, as_table, say
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.evaluate import Recipe, describe, read_recipe, summarize
 from celo2.evaluate import sweep as run_sweep
-from celo2.evaluate.comparison import read_sweep
-from celo2.evaluate.notes import data_notes
-from celo2.evaluate.packed import unpack
-from celo2.evaluate.results import Outcome
+from celo2.evaluate.comparison import Outcome, data_notes, read_sweep, unpack
 from celo2.runs.address import look_here
 from celo2.runs.machine import cores
 from celo2.runs.processes import is_primary

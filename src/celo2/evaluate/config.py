@@ -1,17 +1,89 @@
-"""Everything that decides a training run."""
+"""Everything that decides a training run: its config, and what the names in it mean."""
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from celo2.evaluate.find import find
-from celo2.evaluate.variants import find_variant
-from celo2.runs.digest import digest_json
+from celo2.rule import ADAM_MULTIPLIER
+from celo2.runs.address import import_function
+from celo2.runs.checkpoint import digest_json
 from celo2.runs.fields import replace_fields, to_fields
+from celo2.tasks import TaskSpec, task_spec
+
+OWN_STEPS = 1000
+
+
+@lru_cache
+def find(name: str) -> TaskSpec:
+    """The entry of that name; `module:function` makes a Task, or is a TaskSpec itself.
+
+    The function gets those of the run's `batch`, `data`, `text` and `remat` that it takes.
+
+    >>> find("digits-mlp").steps
+    2000
+    """
+    if ":" not in name:
+        return task_spec(name)
+    found = import_function(name, "task", "own_task:make")
+    if isinstance(found, TaskSpec):
+        return found
+    if not callable(found):
+        raise ValueError(f"task={name!r} is a {type(found).__name__}, not a function or TaskSpec.")
+    batch = inspect.signature(found).parameters.get("batch")
+    default = None if batch is None or batch.default is inspect.Parameter.empty else batch.default
+    return TaskSpec(found, OWN_STEPS, default)
+
+
+class Variant(NamedTuple):
+    """A rule, the factor on its updates, and the Adam beside it.
+
+    `adam_multiplier` is Adam's rate as a multiple of the rule's; None where nothing is left to it.
+    """
+
+    rule: str
+    rms_scale: float = 1.0
+    adam_multiplier: float | None = ADAM_MULTIPLIER
+    nesterov: bool = False
+
+
+VARIANTS = {
+    "celo2": Variant("celo2"),
+    "celo2-base": Variant("celo2-base", adam_multiplier=None),
+    # The paper's: steps of AdamW's size, and one rate for both.
+    "celo2-rms0.2": Variant("celo2", rms_scale=0.2, adam_multiplier=1.0),
+    "celo2-nesterov": Variant("celo2", nesterov=True),  # the Adam that optax's Muon has
+}
+
+
+def find_variant(optimizer: str) -> Variant | None:
+    """How the optimizer uses a rule, be it a shipped one or a file; None for other optimizers.
+
+    >>> find_variant("celo2-rms0.2").adam_multiplier
+    1.0
+    >>> find_variant("adamw") is None
+    True
+    """
+    if optimizer.endswith(".safetensors") or optimizer.startswith("hf://"):
+        return Variant(optimizer)
+    return VARIANTS.get(optimizer)
+
+
+def shared_name(optimizer: str) -> str:
+    """One name for all optimizers that differ in nothing but their rule.
+
+    >>> shared_name("celo2") == shared_name("runs/mine/rule.safetensors")
+    True
+    """
+    variant = find_variant(optimizer)
+    plain = variant is not None and variant._replace(rule="") == Variant("")
+    return "any.safetensors" if plain else optimizer
+
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]

@@ -1,17 +1,44 @@
-"""Optimizers by name, all with the same schedule, weight decay and clipping."""
+"""Optimizers by name, all with the same schedules, weight decay and clipping."""
 
 import re
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 from celo2 import baselines
-from celo2.evaluate.config import RunConfig
-from celo2.evaluate.variants import VARIANTS, Variant, find_variant
+from celo2.evaluate.config import VARIANTS, RunConfig, Variant, find_variant
 from celo2.jax import celo2
-from celo2.rule import ADAM_MULTIPLIER, Rule
+from celo2.jax.optimizer import route_all
+from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
 from celo2.rulefile import as_rule
 from celo2.runs.address import import_function
+
+
+def schedule_shape(config: RunConfig, updates: int) -> optax.Schedule:
+    """The learning rate at each of `updates` updates, as a fraction of its highest value.
+
+    It rises linearly from zero over the first part and then falls to zero at the end, along a
+    cosine or a line, or stays.
+
+    >>> shape = schedule_shape(RunConfig("digits-mlp", schedule="linear", warmup=0.2), 10)
+    >>> [round(float(shape(count)), 2) for count in (0, 1, 2, 6, 10)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    warmup = round(config.warmup * updates)
+    rest = max(1, updates - warmup)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(1.0, rest),
+        "linear": optax.linear_schedule(1.0, 0.0, rest),
+        "constant": optax.constant_schedule(1.0),
+    }[config.schedule]
+    if warmup == 0:
+        return decay
+    return optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup), decay], [warmup])
+
 
 OWN = re.compile(r"[\w.]+:\w+")  # module:function
 
@@ -109,3 +136,54 @@ def _own(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransform
 
 def _times(factor: float, schedule: optax.Schedule) -> optax.Schedule:
     return lambda count: factor * schedule(count)
+
+
+GROUPS = {"rule": "hidden", "adam": "other"}
+
+
+class NormState(NamedTuple):
+    """The optimizer's own state, and the root mean squares of its latest update."""
+
+    inner: optax.OptState
+    norms: dict[str, dict[str, Array]]  # update_rms and param_rms, by group
+
+
+def with_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx`, whose state also tells how large its latest update and the parameters before it are.
+
+    Groups are the same for all optimizers: `hidden` matrices, which Celo2's rule and Muon update,
+    and `other` tensors, which both leave to AdamW.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        zero = jax.tree.map(lambda _: jnp.zeros(()), _norms(params, params))
+        return NormState(tx.init(params), zero)
+
+    def update(updates, state, params=None, **extra_args):
+        updates, inner = tx.update(updates, state.inner, params, **extra_args)
+        return updates, NormState(inner, _norms(updates, params))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def group_leaves(params: Any) -> dict[str, list[Any]]:
+    """The leaves of each group; a group without any is left out."""
+    groups: dict[str, list[Any]] = {}
+    for route, leaf in zip(route_all(params, CELO2), jax.tree.leaves(params), strict=True):
+        groups.setdefault(GROUPS[route.updater], []).append(leaf)
+    return groups
+
+
+def _norms(updates: Any, params: Any) -> dict[str, dict[str, Array]]:
+    return {"update_rms": _rms(updates), "param_rms": _rms(params)}
+
+
+def _rms(tree: Any) -> dict[str, Array]:
+    return {
+        group: jnp.sqrt(
+            sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
+            / max(1, sum(leaf.size for leaf in leaves))
+        )
+        for group, leaves in group_leaves(tree).items()
+    }

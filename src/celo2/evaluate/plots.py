@@ -14,8 +14,15 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from celo2.evaluate.comparison import Entry, Sweep, metric_of, read_sweep, sensitivity
-from celo2.evaluate.curves import Point, best_curve
+from celo2.evaluate.comparison import (
+    Entry,
+    Point,
+    Sweep,
+    best_curve,
+    metric_of,
+    read_sweep,
+    sensitivity,
+)
 
 # Of Okabe and Ito, which the colour-blind can tell apart; the markers help them too.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")

@@ -13,13 +13,15 @@ from celo2.evaluate.comparison import (
     Entry,
     Sweep,
     baseline_of,
+    but_lost,
     costs_of,
+    data_notes,
     metric_of,
+    notes,
+    reach,
     read_sweep,
     spread,
 )
-from celo2.evaluate.curves import reach
-from celo2.evaluate.notes import but_lost, data_notes, notes
 from celo2.evaluate.plots import FIGURES, write_svg
 from celo2.evaluate.recipe import TEXTS
 from celo2.rulefile import write_whole

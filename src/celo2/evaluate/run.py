@@ -39,9 +39,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from celo2.evaluate.config import RunConfig, from_fields, resolve
-from celo2.evaluate.feed import Feed
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import Program, build
+from celo2.evaluate.setup import Feed
 from celo2.rulefile import digest
 from celo2.runs import machine, records
 from celo2.runs.engine import Advanced, Job, run_job

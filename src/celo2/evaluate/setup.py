@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
@@ -10,29 +10,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.adapt import accumulated, in_precision
-from celo2.evaluate.config import RunConfig
-from celo2.evaluate.feed import place_arrays
-from celo2.evaluate.find import find
-from celo2.evaluate.norms import group_leaves, with_norms
-from celo2.evaluate.optimizers import load_rule, make_optimizer
-from celo2.evaluate.schedules import schedule_shape
-from celo2.evaluate.sharding import (
-    check_batch,
-    on_mesh,
-    optimizer_specs,
-    parameter_specs,
-    spread_batch,
+from celo2.evaluate.config import RunConfig, find
+from celo2.evaluate.optimizers import (
+    group_leaves,
+    load_rule,
+    make_optimizer,
+    schedule_shape,
+    with_norms,
 )
+from celo2.jax.optimizer import leaf_paths
 from celo2.rule import Rule
 from celo2.rulefile import digest as digest_rule
-from celo2.runs.digest import digest_arrays, name_arrays
-from celo2.runs.mesh import DATA
-from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
+from celo2.runs.checkpoint import digest_arrays, like_tree, name_arrays
+from celo2.runs.processes import DATA, MODEL
+from celo2.tasks import Part, Split, Stream, Task, TaskSpec, Trainer, supervised
 
 
 class Setup(NamedTuple):
@@ -50,9 +46,7 @@ class Setup(NamedTuple):
     checksum: str  # SHA-256 of the data
     rule: str | None  # SHA-256 of the rule
     weights: dict[str, Array]  # of the rule, none without one
-    trainer: Callable[
-        [Any, Array | float, Mapping[str, Array]], Trainer
-    ]  # data, rate, weights -> …
+    trainer: Callable[..., Trainer]  # data[, learning rate, weights] -> …
     abstract: Any  # shapes of the trainer's state, and places if there is a mesh
     chained: bool  # whether steps should be compiled into a loop
     evaluations: int  # validation batches, if not chained one for each call of `evaluate`
@@ -86,7 +80,11 @@ def set_up(
         used = None if rule is None else Rule(rule.config, weights)
         return with_norms(make_optimizer(config, used, lambda count: rate * shape(count)))
 
-    def trainer(arrays: Any, rate: Array | float, weights: Mapping[str, Array]) -> Trainer:
+    weights = place_weights(rule, mesh)
+
+    def trainer(
+        arrays: Any, rate: Array | float = 1.0, weights: Mapping[str, Array] = weights
+    ) -> Trainer:
         tx = optimizer(rate, weights)
         if not isinstance(problem, Task):
             return spec.train(problem, tx)
@@ -97,8 +95,7 @@ def set_up(
     chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem)
     arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
     given = _batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
-    weights = place_weights(rule, mesh)
-    abstract = jax.eval_shape(lambda key: trainer(given, 1.0, weights).init(key), jax.random.key(0))
+    abstract = jax.eval_shape(lambda key: trainer(given).init(key), jax.random.key(0))
     if mesh is not None:
         specs = parameter_specs(abstract.params, mesh)
         inner = optimizer_specs(optimizer(1.0, weights), abstract.params, specs, mesh)
@@ -240,3 +237,199 @@ def _tokens(problem: Any) -> int | None:
     if not (hasattr(batch, "ndim") and batch.ndim == 2):
         return None
     return batch.shape[0] * (batch.shape[1] - 1)
+
+
+def in_precision(task: Task, dtype: Any) -> Task:
+    """The task with its model's arithmetic in `dtype`; parameters and gradients stay as they are.
+
+    The tasks' own losses are float32 sums even so, and gathered parameters are cast by the task.
+    """
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def loss(params, batch):
+        named = name_arrays(params)
+        _check_gathered(task, named)
+        half = {name: x if name in task.gathered else cast(x) for name, x in named.items()}
+        value, metrics = task.loss(like_tree(params, half), jax.tree.map(cast, batch))
+        return value.astype(jnp.float32), metrics
+
+    return task._replace(loss=loss)
+
+
+def accumulated(task: Task, parts: int) -> Task:
+    """The task whose gradient is the mean of its batch's parts, computed one after the other.
+
+    Only one part's activations are alive at a time. The loss must be a mean over the batch, whose
+    arrays all have the examples first.
+    """
+
+    def split(batch):
+        # Every parts-th example, not runs of them: examples stay on the devices they are on.
+        cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
+
+    def mean_over(function, batch):
+        """The mean of `function` over the parts, added up in the order of the parts."""
+        pieces = split(batch)
+        shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(total, piece):
+            return jax.tree.map(jnp.add, total, function(piece)), None
+
+        total, _ = jax.lax.scan(add, start, pieces)
+        return jax.tree.map(lambda x: x / parts, total)
+
+    @jax.custom_vjp
+    def loss(params, batch):
+        return mean_over(lambda piece: task.loss(params, piece), batch)
+
+    def forward(params, batch):
+        gradient = jax.value_and_grad(task.loss, has_aux=True)
+        return mean_over(lambda piece: gradient(params, piece), batch)
+
+    def backward(grads, cotangents):
+        # The metrics are for reading only: no gradient comes back through them.
+        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, grads), None
+
+    loss.defvjp(forward, backward)
+    return task._replace(loss=loss)
+
+
+def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
+    if unknown := [name for name in task.gathered if name not in params]:
+        raise ValueError(
+            f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
+            f"{', '.join(params)}."
+        )
+
+
+class Feed:
+    """What a step or a validation is given as its data.
+
+    Batches are read ahead while the devices work. Asking for the steps in order is fast; any other
+    step is found as well.
+    """
+
+    def __init__(self, data: Any, split: Split, seed: int, mesh: Mesh | None):
+        self._data, self._seed, self._mesh = data, seed, mesh
+        self._split: Split = split
+        self._next, self._batches = -1, iter(())
+
+    def at(self, step: int) -> Any:
+        """The data of that step."""
+        if not isinstance(self._data, Stream):
+            return self._data
+        if step != self._next:
+            self._batches = self._open(step)
+        self._next = step + 1
+        return place_batch(next(self._batches), self._data.example, self._mesh)
+
+    def _open(self, step: int) -> Iterator[Any]:
+        assert isinstance(self._data, Stream)
+        part = Part(jax.process_index(), jax.process_count())
+        return self._data.batches(self._split, self._seed, step, part)
+
+
+def place_batch(rows: Any, example: Any, mesh: Mesh | None) -> Any:
+    """The batch on the devices, of which `rows` are those of this process."""
+    if mesh is None:
+        return jax.tree.map(jax.numpy.asarray, rows)
+    sharding = NamedSharding(mesh, P(DATA))
+
+    def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, np.asarray(mine), whole.shape)
+
+    return jax.tree.map(place, rows, example)
+
+
+def place_arrays(data: Any, mesh: Mesh | None) -> Any:
+    """A task's arrays on every device."""
+    if mesh is None or data is None:
+        return data
+    return jax.device_put(jax.tree.map(np.asarray, data), NamedSharding(mesh, P()))
+
+
+# Layers whose outputs, or inputs, are spread over the model axis.
+BY_COLUMNS = ("q", "k", "v", "up", "lm_head")
+BY_ROWS = ("o", "down", "embed")
+SMALLEST = 2  # axes of a tensor that is cut; smaller ones are on every device
+
+
+def parameter_specs(params: Any, mesh: Mesh) -> Any:
+    """A PartitionSpec for each parameter."""
+    leaves, structure = jax.tree.flatten(params)
+    specs = [
+        leaf_spec(path, leaf.shape, dict(mesh.shape))
+        for path, leaf in zip(leaf_paths(params), leaves, strict=True)
+    ]
+    return structure.unflatten(specs)
+
+
+def leaf_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
+    """How one parameter is cut, by its path and shape.
+
+    >>> tuple(leaf_spec("block_0/mlp/up/kernel", (64, 256), {"data": 4, "model": 2}))
+    ('data', 'model')
+    """
+    if len(shape) < SMALLEST:
+        return P()
+    axes: list[str | None] = [None] * len(shape)
+    layer = path.split("/")[-2:][0]
+    side = len(shape) - 1 if layer in BY_COLUMNS else len(shape) - 2
+    if layer in BY_COLUMNS + BY_ROWS and _divides(sizes[MODEL], shape[side]):
+        axes[side] = MODEL
+    # The longer of the last two sides, the columns of a square: what is left of them.
+    for side in sorted((len(shape) - 1, len(shape) - 2), key=lambda i: -shape[i]):
+        if axes[side] is None and _divides(sizes[DATA], shape[side]):
+            axes[side] = DATA
+            break
+    return P(*axes)
+
+
+def optimizer_specs(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: Mesh) -> Any:
+    """PartitionSpecs of the optimizer's state for parameters of these shapes and specs.
+
+    Found by tracing `init` with shardings as part of the types, so it holds for any optimizer.
+    """
+    explicit = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
+    )
+
+    def typed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, spec))
+
+    with jax.sharding.use_abstract_mesh(explicit):
+        found = jax.eval_shape(tx.init, jax.tree.map(typed, params, specs))
+    return jax.tree.map(lambda x: x.sharding.spec if x.sharding else P(), found)
+
+
+def on_mesh(abstract: Any, specs: Any, mesh: Mesh) -> Any:
+    """The shapes with their places."""
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        abstract,
+        specs,
+    )
+
+
+def spread_batch(batch: Any, mesh: Mesh) -> Any:
+    """The batch with its examples, which come first, spread over the data axis."""
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(DATA))), batch
+    )
+
+
+def check_batch(batch: int | None, accumulate: int, mesh: Mesh) -> None:
+    """Raises a ValueError unless every part of a batch can be shared by the data axis."""
+    if batch is not None and batch % (accumulate * mesh.shape[DATA]):
+        raise ValueError(
+            f"batch={batch} in {accumulate} parts cannot be shared by {mesh.shape[DATA]} devices "
+            f"along {DATA}: choose a multiple of {accumulate * mesh.shape[DATA]}."
+        )
+
+
+def _divides(size: int, length: int) -> bool:
+    return size > 1 and length % size == 0

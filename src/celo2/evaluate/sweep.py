@@ -14,9 +14,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from celo2.evaluate.comparison import Outcome, find_best, name_of, read_outcome
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.recipe import Recipe
-from celo2.evaluate.results import Outcome, find_best, name_of, read_outcome
 from celo2.evaluate.run import run
 from celo2.rulefile import write_whole
 from celo2.runs import records

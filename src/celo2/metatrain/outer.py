@@ -17,8 +17,8 @@ from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.estimators import EstimatorState, estimate, init_state
 from celo2.metatrain.families import Family
 from celo2.rule import initial_weights
-from celo2.runs.mesh import DATA
-from celo2.runs.mesh import make_mesh as mesh_over
+from celo2.runs.processes import DATA
+from celo2.runs.processes import make_mesh as mesh_over
 
 AXIS = DATA  # problems are distributed over this axis of the mesh
 DEVIATION_DECAY = 0.99  # of the running mean square of loss differences

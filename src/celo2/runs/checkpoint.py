@@ -6,11 +6,14 @@ by name, `meta` a JSON object. Orbax restores a flipped bit without a word, henc
 Each process writes and reads its own parts of arrays that several hold: none has the whole state.
 """
 
+import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +22,93 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from celo2.runs.digest import digest_json, like_tree, name_arrays
-from celo2.runs.fingerprint import fingerprint
 from celo2.runs.folder import RunRefused
+
+T = TypeVar("T")
+
+
+def name_arrays(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their path, `pes.problems.step` and the like."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def like_tree(tree: T, arrays: Mapping[str, Any]) -> T:
+    """The tree with the arrays of these names for its leaves."""
+    return jax.tree.structure(tree).unflatten(arrays[name] for name in name_arrays(tree))
+
+
+def digest_arrays(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of the arrays' names, dtypes, shapes and bytes."""
+    sha = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        sha.update(f"{name} {array.dtype.str} {arrays[name].shape}\0".encode())
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """Of a JSON value, however its keys are ordered."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+SEEDS = (0x9E3779B9, 0x7F4A7C15)
+HOST = 1 << 20  # elements, below which compiling would take longer
+
+
+def fingerprint(array: Any) -> str:
+    """Dtype, shape and 64 bits of the content, as text; the same for any layout on devices."""
+    here = not isinstance(array, jax.Array) or array.is_fully_addressable
+    if here and array.size < HOST:
+        with np.errstate(over="ignore"):
+            sums = _sums(np.asarray(array), np)
+    else:
+        sums = jax.device_get(_on_devices(array))
+    return f"{array.dtype}{list(array.shape)} {int(sums[0]):08x}{int(sums[1]):08x}"
+
+
+@jax.jit
+def _on_devices(array: jax.Array) -> tuple[jax.Array, ...]:
+    return _sums(array, jnp)
+
+
+def _sums(array: Any, xp: ModuleType) -> tuple[Any, ...]:
+    bits = _bits(array, xp)
+    place = xp.zeros((), xp.uint32)
+    for axis, stride in enumerate(_strides(bits.shape)):
+        along = [-1 if i == axis else 1 for i in range(bits.ndim)]
+        steps = xp.arange(bits.shape[axis], dtype=xp.uint32).reshape(along)
+        place = place + steps * xp.asarray(stride % 2**32, xp.uint32)
+    return tuple(
+        xp.sum(_mix(bits ^ _mix(place + xp.asarray(seed, xp.uint32), xp), xp), dtype=xp.uint32)
+        for seed in SEEDS
+    )
+
+
+def _bits(array: Any, xp: ModuleType) -> Any:
+    """The elements as unsigned numbers of at most 32 bits, along a last axis where it takes two."""
+    if array.dtype == bool:
+        return array.astype(xp.uint32)
+    width = array.dtype.itemsize
+    if width <= 4:
+        return array.view(f"uint{8 * width}").astype(xp.uint32)
+    if xp is jnp:
+        return jax.lax.bitcast_convert_type(array, jnp.uint32)
+    return np.ascontiguousarray(array)[..., None].view(np.uint32)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _mix(x: Any, xp: ModuleType) -> Any:
+    """MurmurHash3's last steps: one-to-one on 32 bits, every bit of the result is everyone's."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> xp.asarray(shift, xp.uint32))) * xp.asarray(factor, xp.uint32)
+    return x ^ (x >> xp.asarray(16, xp.uint32))
+
 
 KEEP = 3
 FORMAT = 2
