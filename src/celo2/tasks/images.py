@@ -16,20 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from celo2.tasks import networks
 from celo2.tasks.datafiles import ENVIRONMENT, array_checksum, data_folder
-from celo2.tasks.networks import (
-    ConvConfig,
-    ViTConfig,
-    classification_loss,
-    convnet_logits,
-    init_convnet,
-    init_mlp,
-    init_patch_convnet,
-    init_vit,
-    mlp_logits,
-    patch_convnet_logits,
-    vit_logits,
-)
+from celo2.tasks.networks import ConvConfig, ViTConfig
 from celo2.tasks.task import Task
 
 IMAGE_SETS = ("mnist", "fashion_mnist", "cifar10", "svhn")
@@ -325,7 +314,7 @@ def classification(
         "train": (_with_channels(images.train_x), jnp.asarray(images.train_y)),
         "valid": (_with_channels(images.test_x), jnp.asarray(images.test_y)),
     }
-    return Task(init, sample, classification_loss(logits), data)
+    return Task(init, sample, networks.classification_loss(logits), data)
 
 
 def image_mlp(
@@ -333,7 +322,9 @@ def image_mlp(
 ) -> Task:
     """An MLP on flattened pixels."""
     sizes = (images.train_x[0].size, *hidden, CLASSES)
-    return classification(images, lambda key: init_mlp(key, sizes), mlp_logits, batch, area)
+    return classification(
+        images, lambda key: networks.init_mlp(key, sizes), networks.mlp_logits, batch, area
+    )
 
 
 def image_convnet(
@@ -343,8 +334,8 @@ def image_convnet(
     config = dataclasses.replace(config, channels=_channels(images))
     return classification(
         images,
-        lambda key: init_convnet(key, config),
-        lambda params, x: convnet_logits(params, config, x),
+        lambda key: networks.init_convnet(key, config),
+        lambda params, x: networks.convnet_logits(params, config, x),
         batch,
         area,
     )
@@ -358,8 +349,8 @@ def image_vit(
     config = dataclasses.replace(config, side=side, channels=_channels(images))
     return classification(
         images,
-        lambda key: init_vit(key, config),
-        lambda params, x: vit_logits(params, config, x),
+        lambda key: networks.init_vit(key, config),
+        lambda params, x: networks.vit_logits(params, config, x),
         batch,
         area,
     )
@@ -367,7 +358,9 @@ def image_vit(
 
 def digits_convnet(batch: int = 64) -> Task:
     """Three 3×3 convolutions and a linear head on the embedded digits, fast on a CPU."""
-    return classification(load_images(DIGITS), init_patch_convnet, patch_convnet_logits, batch)
+    return classification(
+        load_images(DIGITS), networks.init_patch_convnet, networks.patch_convnet_logits, batch
+    )
 
 
 def _channels(images: ImageSet) -> int:

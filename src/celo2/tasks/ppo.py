@@ -9,21 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.tasks.minatar import (
-    GAMES,
-    GameStates,
-    Samples,
-    action_log_probability,
-    advantage_estimates,
-    init_actor_critic,
-    load_game,
-    mean_return,
-    play_games,
-    policy_entropy,
-    policy_logits,
-    start_games,
-    state_value,
-)
+from celo2.tasks import minatar
+from celo2.tasks.minatar import GAMES, GameStates, Samples
 from celo2.tasks.task import Trainer
 
 
@@ -100,19 +87,19 @@ def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
     >>> state = trainer.init(jax.random.key(0))
     >>> state, metrics = trainer.step(state, jax.random.key(1))  # doctest: +SKIP
     """
-    game = load_game(config.game)
+    game = minatar.load_game(config.game)
 
     def init(key):
         network_key, game_key = jax.random.split(key)
-        params = init_actor_critic(network_key, game.inputs, game.actions, config.hidden)
-        games = start_games(game, game_key, config.environments)
+        params = minatar.init_actor_critic(network_key, game.inputs, game.actions, config.hidden)
+        games = minatar.start_games(game, game_key, config.environments)
         return PPOState(params, tx.init(params), games, jnp.zeros((), jnp.int32))
 
     def step(state, key):
         play_key, learn_key = jax.random.split(key)
         params, optimizer = state.params, state.optimizer
-        games, samples = play_games(game, params, state.games, play_key, config.rollout)
-        last_value = state_value(params, games.observation)
+        games, samples = minatar.play_games(game, params, state.games, play_key, config.rollout)
+        last_value = minatar.state_value(params, games.observation)
         batch = label_samples(config, samples, last_value)
         (params, optimizer), losses = learn(config, tx, params, optimizer, batch, learn_key)
         env_steps = state.env_steps + config.samples
@@ -134,7 +121,7 @@ class Batch(NamedTuple):
 
 def label_samples(config: PPOConfig, samples: Samples, last_value: Array) -> Batch:
     """A rollout's samples in one row, with their advantages."""
-    advantage = advantage_estimates(samples, last_value, config.discount, config.trace)
+    advantage = minatar.advantage_estimates(samples, last_value, config.discount, config.trace)
     batch = Batch(*samples[:4], advantage)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
@@ -171,12 +158,12 @@ def shuffled_minibatches(key: Array, count: int, minibatches: int) -> Array:
 
 def ppo_loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict[str, Array]]:
     """The clipped policy loss, plus the clipped value loss, minus the entropy bonus."""
-    logits = policy_logits(params, batch.observation)
-    value = state_value(params, batch.observation)
+    logits = minatar.policy_logits(params, batch.observation)
+    value = minatar.state_value(params, batch.observation)
     centred = batch.advantage - jnp.mean(batch.advantage)
     advantage = centred / (jnp.std(batch.advantage) + 1e-8)
 
-    ratio = jnp.exp(action_log_probability(logits, batch.action) - batch.log_probability)
+    ratio = jnp.exp(minatar.action_log_probability(logits, batch.action) - batch.log_probability)
     near = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, near * advantage))
 
@@ -185,7 +172,7 @@ def ppo_loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict
     errors = jnp.maximum(jnp.square(value - target), jnp.square(near - target))
     value_loss = 0.5 * jnp.mean(errors)
 
-    entropy = jnp.mean(policy_entropy(logits))
+    entropy = jnp.mean(minatar.policy_entropy(logits))
     total = policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
     return total, {"loss": total, **parts}
@@ -193,4 +180,4 @@ def ppo_loss(config: PPOConfig, params: dict, batch: Batch) -> tuple[Array, dict
 
 def game_metrics(games: GameStates) -> dict[str, Array]:
     """The games' mean return, and how many episodes have ended."""
-    return {"return": mean_return(games), "episodes": jnp.sum(games.episodes)}
+    return {"return": minatar.mean_return(games), "episodes": jnp.sum(games.episodes)}
