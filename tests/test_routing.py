@@ -1,16 +1,113 @@
-"""Who updates what, and in which view, on the trees people have."""
+"""Matrix views, who updates a tensor and why."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
-from celo2.jax.optimizer import leaf_paths, leaf_routes
-from celo2.routing import path_names, published_view, route
+import reference
+import reference_parts
+from celo2.jax.optimizer import from_view, leaf_paths, leaf_routes, to_view
+from celo2.routing import (
+    MatrixView,
+    as_view,
+    check_overrides,
+    check_view,
+    default_view,
+    factored_axes,
+    path_names,
+    published_view,
+    route,
+)
 from celo2.rule import CELO2, CELO2_BASE
 from celo2.tasks import networks
+
+
+@pytest.mark.parametrize(
+    ("stored", "default", "published"),
+    [
+        ((), (1, 1), (1, 1)),
+        ((7,), (1, 7), (1, 7)),
+        ((4, 6), (4, 6), (4, 6)),
+        ((2, 4, 6), (2, 4, 6), (2, 4, 6)),
+        ((3, 3, 4, 8), (36, 8), (3, 3, 4, 8)),
+        ((2, 3, 3, 4, 8), (72, 8), (2, 3, 3, 4, 8)),
+    ],
+)
+def test_views_of_a_kernel(stored, default, published):
+    assert default_view(len(stored)).shape(stored) == default
+    assert published_view(len(stored)).shape(stored) == published
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "published"),
+    [
+        ((5, 3), (-1, -2), (-1, -2)),
+        ((3, 5), (-2, -1), (-2, -1)),
+        ((4, 4), (-2, -1), (-2, -1)),
+        ((1, 9), (-2, -1), (-2, -1)),
+        ((9, 5, 3), (-1, -2), (-2, -3)),
+        ((2, 6, 10), (-2, -1), (-2, -1)),
+        ((3, 3, 3), (-2, -1), (-2, -1)),
+        ((8, 3, 3, 8), (-2, -1), (-4, -1)),
+    ],
+)
+def test_factored_axes_are_the_two_largest(shape, axes, published):
+    assert factored_axes(shape) == axes
+    assert factored_axes(shape, published=True) == published
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.booleans())
+def test_factored_axes_equal_the_reference_s(shape, published):
+    ours = factored_axes(tuple(shape), published)
+    assert tuple(axis + len(shape) for axis in ours) == reference.factored_axes(shape, published)
+
+
+@st.composite
+def views(draw):
+    """A stored shape and some view of it."""
+    shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    order = draw(st.permutations(range(len(shape))))
+    i, j = sorted((draw(st.integers(0, len(shape))), draw(st.integers(0, len(shape)))))
+    return shape, MatrixView(tuple(order[:i]), tuple(order[i:j]), tuple(order[j:]))
+
+
+@given(views())
+def test_from_view_undoes_to_view(drawn):
+    shape, view = drawn
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    viewed = to_view(jnp.asarray(x), view)
+    assert viewed.shape == view.shape(shape)
+    if not view.is_vector:
+        np.testing.assert_array_equal(viewed, reference_parts.view(x, view))
+    np.testing.assert_array_equal(from_view(viewed, view, shape), x)
+
+
+def test_vector_is_a_single_row():
+    assert MatrixView((0,), (), (1,)).is_vector
+    assert MatrixView((0,), (), (1,)).shape((3, 7)) == (3, 1, 7)
+    assert default_view(1).is_vector and not default_view(2).is_vector
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        MatrixView((), (0,), (1,)),
+        MatrixView((0,), (0,), (1, 2)),
+        MatrixView((), (0, 1), (3,)),
+        MatrixView((), (0, 1), (-1,)),
+    ],
+)
+def test_view_must_name_every_axis_once(view):
+    with pytest.raises(ValueError, match="tensor of 3 axes.* name each of 0…2 once"):
+        check_view(view, 3)
+    check_view(MatrixView((1,), (2,), (0,)), 3)
 
 
 def routes(tree, config=CELO2, **options) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -242,3 +339,56 @@ def test_names_leave_out_wrappers_and_indices():
 def test_other_config_fields_do_not_route():
     config = dataclasses.replace(CELO2, orthogonalize=False, form="d_exp_m")
     assert route("embed", (4, 8), config) == route("embed", (4, 8), CELO2)
+
+
+def test_first_override_that_matches_counts():
+    view = MatrixView((), (1,), (0,))
+    overrides = {r"^a/kernel$": "adam", "kernel": view, "embed": "rule"}
+    assert route("a/kernel", (4, 8), CELO2, overrides).updater == "adam"
+    assert route("b/kernel", (4, 8), CELO2, overrides) == ("rule", "override 'kernel'", view)
+    assert route("embed", (4, 8), CELO2, overrides)[:2] == ("rule", "override 'embed'")
+    assert route("other", (4, 8), CELO2, overrides).reason == "matrix"
+
+
+@pytest.mark.parametrize(
+    ("wish", "ndim", "view"),
+    [
+        (optax.contrib.MuonDimensionNumbers(), 2, MatrixView((), (0,), (1,))),
+        (optax.contrib.MuonDimensionNumbers(1, 0), 2, MatrixView((), (1,), (0,))),
+        (optax.contrib.MuonDimensionNumbers(-2, -1), 3, MatrixView((0,), (1,), (2,))),
+        (optax.contrib.MuonDimensionNumbers((0, 1), (3,)), 4, MatrixView((2,), (0, 1), (3,))),
+        (MatrixView((0,), (2,), (1,)), 3, MatrixView((0,), (2,), (1,))),
+    ],
+)
+def test_muon_s_dimension_numbers_are_views(wish, ndim, view):
+    assert as_view(wish, ndim, "kernel") == view
+
+
+@pytest.mark.parametrize(
+    ("wish", "ndim", "message"),
+    [
+        (optax.contrib.MuonDimensionNumbers(0, 2), 2, "a/kernel.* does not fit a tensor of 2 axes"),
+        (optax.contrib.MuonDimensionNumbers(0, -3), 2, "does not fit a tensor of 2 axes"),
+        (optax.contrib.MuonDimensionNumbers(), 1, "a/kernel.* does not fit a tensor of 1 axes"),
+        (optax.contrib.MuonDimensionNumbers(), 0, "does not fit a tensor of 0 axes"),
+        (MatrixView((), (0,), (0,)), 2, "a/kernel.* does not fit"),
+        ("sgd", 2, '\'sgd\' for a/kernel is not "rule", "adam", a MatrixView or Muon'),
+        (None, 2, "None for a/kernel is not"),
+    ],
+)
+def test_wrong_wish_is_refused(wish, ndim, message):
+    with pytest.raises(ValueError, match=message):
+        route("a/kernel", (4,) * ndim, CELO2, {"kernel": wish})
+
+
+def test_override_that_matches_nothing_is_refused():
+    paths = [f"layer_{i}/kernel" for i in range(9)]
+    check_overrides({"layer_3": "adam"}, paths)
+    check_overrides(None, paths)
+    with pytest.raises(ValueError, match="'conv' matches no parameter; the paths are layer_0.*, …"):
+        check_overrides({"layer": "adam", "conv": "rule"}, paths)
+
+
+def test_override_that_is_no_regex_is_refused():
+    with pytest.raises(ValueError, match=r"'\(a' is not a regular expression: missing \)"):
+        check_overrides({"(a": "adam"}, ["a"])

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from celo2.jax import celo2, celo2_base, explain, scale_by_celo2
+from celo2.jax import celo2, celo2_base, explain, optimizer, scale_by_celo2
 from celo2.routing import MatrixView
 from rules import SMALL, SMALL_BASE, make_rule, normal_tree, train
 
@@ -177,3 +177,36 @@ def test_options_reach_the_rule():
 def test_override_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="override 'qkv' matches no parameter; the paths are bias"):
         celo2(1e-3, rule=RULE, overrides={"qkv": "adam"}).init(PARAMS)
+
+
+@pytest.mark.parametrize("factory", [celo2, celo2_base, scale_by_celo2], ids=lambda f: f.__name__)
+def test_init_takes_shapes(factory):
+    tx = scale_by_celo2(RULE) if factory is scale_by_celo2 else factory(1e-3, rule=RULE)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
+    state, expected = tx.init(shapes), tx.init(zeros)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    lone = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)  # as optax's own tests have it
+    assert jax.tree.leaves(tx.init(lone))
+
+
+@pytest.mark.parametrize("shape", [(65536, 65536), (2**32,), (2, 65536, 65536)], ids=str)
+def test_tensor_of_2_32_elements_can_be_traced(shape):
+    params = {"kernel": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    for tx in (celo2(1e-3, rule=RULE), scale_by_celo2(make_rule(SMALL_BASE))):
+        state = jax.eval_shape(tx.init, params)
+        updates, new_state = jax.eval_shape(tx.update, params, state, params)
+        assert updates == params and new_state == state
+
+
+def test_routes_are_found_once_per_call(monkeypatch):
+    calls = []
+    find = optimizer.route
+    monkeypatch.setattr(optimizer, "route", lambda *args: calls.append(args[0]) or find(*args))
+    tx = celo2(1e-3, rule=RULE)
+    state = jax.eval_shape(tx.init, PARAMS)
+    assert sorted(calls) == sorted(SHAPES)
+    calls.clear()
+    jax.eval_shape(tx.update, GRADS[0], state, PARAMS)
+    assert sorted(calls) == sorted(SHAPES)

@@ -168,8 +168,8 @@ def facts(axis_type: str, name: str, wide: bool = False) -> dict[str, Any]:
 def all_facts(name: str, axis_types: tuple[str, ...], wide: bool) -> list[dict[str, Any]]:
     options = {} if wide else NARROW
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        f"import test_jax_sharding as t; t.measure({name!r}, {axis_types!r}, {options!r})"
+        "import sys; sys.path[:0] = ['tests', 'tests/jax']\n"
+        f"import test_optimizer_sharding as t; t.measure({name!r}, {axis_types!r}, {options!r})"
     )
     return json.loads(run_python(code, timeout=600 if wide else 300))
 

@@ -1,21 +1,26 @@
-"""The JAX room against the authors' vectors and against the float64 reference."""
+"""The update against the authors' vectors, the float64 reference and finite differences."""
 
 import dataclasses
 import functools
 import json
+import resource
+import time
 from typing import NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import reference
 import reference_parts
-from celo2.jax import scale_by_celo2
+from celo2.jax import celo2, scale_by_celo2, update
+from celo2.jax.update import newton_schulz
 from celo2.routing import MatrixView, default_view
-from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig
-from conftest import golden_folder
-from rules import SMALL, jit, make_rule
+from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig, initial_weights
+from conftest import golden_folder, run_python
+from rules import SMALL, jit, make_rule, normal_tree
 from test_reference import GOLDEN, golden_config, golden_weights
 
 OFF = {"skip_nonfinite": False, "hold_unused": False}
@@ -249,3 +254,139 @@ def check_golden_state(state, arrays, leaf):
             err_msg=f"{leaf} {name}",
         )
     assert state.count == arrays["state/iteration"]
+
+
+RULE = make_rule()
+SHAPES = {"kernel": (4, 6), "bias": (6,)}
+PARAMS = normal_tree(SHAPES, seed=1, scale=0.3)
+GRADS = normal_tree({name: (3, *shape) for name, shape in SHAPES.items()}, seed=2, scale=0.1)
+
+
+def test_gradient_with_respect_to_the_rule_s_weights_is_right():
+    weights = jax.tree.map(jnp.asarray, dict(RULE.weights))
+
+    def loss(weights):
+        tx = celo2(0.1, rule=Rule(SMALL, weights))
+
+        def step(carry, grads):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (jax.tree.map(jnp.add, params, updates), state), None
+
+        (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), GRADS)
+        return jnp.sum(jnp.sin(params["kernel"]))
+
+    gradient = jit(jax.grad(loss))(weights)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
+    assert all(gradient[name].any() for name in ("w0", "b0", "w1", "b1"))
+    value = jit(loss)
+    direction = normal_tree(jax.tree.map(jnp.shape, weights), seed=9)
+
+    def along(distance):
+        return value(jax.tree.map(lambda w, d: w + distance * d, weights, direction))
+
+    expected = sum(jnp.sum(gradient[k] * direction[k]) for k in weights)
+    assert (along(1e-3) - along(-1e-3)) / 2e-3 == pytest.approx(float(expected), rel=0.05)
+
+
+def test_rule_that_starts_at_momentum_orthogonalizes_the_momentum():
+    rule = Rule(CELO2, initial_weights(CELO2, np.random.default_rng(0), "momentum"))
+    tx, shapes = scale_by_celo2(rule), {"kernel": (6, 4)}
+    params, first, second = (normal_tree(shapes, seed) for seed in range(3))
+
+    @jit
+    def second_update():
+        _, state = tx.update(first, tx.init(params), params)
+        return tx.update(second, state, params)[0]["kernel"]
+
+    expected = newton_schulz(0.9 * first["kernel"] + second["kernel"])
+    expected /= jnp.sqrt(jnp.mean(jnp.square(expected)))
+    np.testing.assert_allclose(second_update(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("orthogonalize", [False, True])
+def test_both_ways_through_the_mlp_agree(monkeypatch, orthogonalize):
+    """Units as planes, and layers as products; meta-training runs either under vmap."""
+    config = dataclasses.replace(
+        SMALL,
+        hidden=(3, 4),
+        orthogonalize=orthogonalize,
+        norm="raw",
+        form="d_exp_m",
+        vectors="rule",
+    )
+    shapes = {"wide": (5, 8), "tall": (8, 5), "stack": (3, 4, 6), "vector": (7,)}
+    trees = [
+        (dict(make_rule(config, seed).weights), normal_tree(shapes, 2), normal_tree(shapes, 3))
+        for seed in (0, 1)
+    ]
+
+    def updates(weights, params, grads):
+        tx = scale_by_celo2(Rule(config, weights))
+        return tx.update(grads, tx.init(params), params)[0]
+
+    def close(x, y):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), x, y)
+
+    found = []
+    for widest in (0, 100):
+        monkeypatch.setattr(update, "WIDEST_UNIT_BY_UNIT", widest)
+        both = jit(jax.vmap(lambda *x: updates(*x)))(*jax.tree.map(lambda *x: jnp.stack(x), *trees))
+        close(jax.tree.map(lambda x: x[0], both), jit(lambda *x: updates(*x))(*trees[0]))
+        found.append(both)
+    close(*found)
+
+
+def compile_cost(hidden: int, orthogonalize: bool, meta: bool) -> tuple[float, float]:
+    """CPU seconds to trace and compile a rule's update, and this process's peak memory in GB."""
+    config = RuleConfig(hidden=(hidden, hidden), orthogonalize=orthogonalize, vectors="rule")
+    weights = initial_weights(config, np.random.default_rng(0))
+    shapes = {"matrix": (64, 48), "vector": (64,), "short": (7,)}
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+
+    def step(weights, grads, params):
+        tx = scale_by_celo2(Rule(config, weights))
+        state = tx.init(params)
+        return tx.update(grads, state, params)[0]
+
+    def unroll(weights, grads, params):
+        def body(params, _):
+            steps = step(weights, grads, params)
+            return jax.tree.map(jnp.add, params, steps), None
+
+        return jax.lax.scan(body, params, None, length=3)[0]
+
+    arguments = (weights, params, params)
+    function = step
+    if meta:  # two problems, each with weights of its own
+        function = jax.vmap(unroll)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
+    start = time.process_time()
+    jax.jit(function).lower(*arguments).compile()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return time.process_time() - start, peak / 1e9
+
+
+@pytest.mark.parametrize(
+    ("orthogonalize", "meta"),
+    [
+        pytest.param(False, False, id="base"),
+        pytest.param(True, True, id="celo2 in meta-training"),
+        pytest.param(True, False, id="celo2", marks=pytest.mark.slow),
+        pytest.param(False, True, id="base in meta-training", marks=pytest.mark.slow),
+    ],
+)
+def test_wide_rules_compile_as_quickly_as_narrow_ones(orthogonalize, meta):
+    code = (
+        "import sys; sys.path[:0] = ['tests', 'tests/jax']\n"
+        "import jax; jax.config.update('jax_enable_compilation_cache', False)\n"
+        "import test_update as t\n"
+        f"t.compile_cost(2, {orthogonalize}, {meta})  # what only the first compilation does\n"
+        f"print(*t.compile_cost(8, {orthogonalize}, {meta}))\n"
+        f"print(*t.compile_cost(64, {orthogonalize}, {meta}))"
+    )
+    (narrow, _), (wide, peak) = (
+        map(float, line.split()) for line in run_python(code, devices=1).splitlines()
+    )
+    assert wide < 4 * narrow
+    assert peak < 2.0

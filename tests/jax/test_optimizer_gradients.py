@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from celo2.jax import celo2, scale_by_celo2
+from celo2.jax import Skipped, celo2, scale_by_celo2, skipped
 from celo2.rule import RuleConfig
 from rules import jit, make_rule, normal_tree, train
 
@@ -190,3 +190,80 @@ def test_count_does_not_overflow(started):
     update, state = UPDATE(GRADS[1], full, PARAMS)
     assert state.count == last and (state.moves["stack"] == last).all()
     assert all(x.any() for x in update.values())
+
+
+ADAM_SHAPES = {"kernel": (4, 6), "bias": (6,)}
+
+
+def train_adam(dtype, sizes, **options):
+    """All that AdamW's share goes through while its gradients are of these sizes."""
+    tx = celo2(1e-2, rule=RULE, **options)
+    params = normal_tree(ADAM_SHAPES, seed=1, dtype=dtype)
+    signs = jnp.array([1, -1, 1, -1, 1, 1], dtype)
+    grads = [
+        normal_tree(ADAM_SHAPES, seed=2, dtype=dtype) | {"bias": signs * jnp.asarray(size, dtype)}
+        for size in sizes
+    ]
+    updates, last, state = train(tx, params, grads)
+    return params, updates, last, state
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (jnp.float32, (1e19, 1e30, 3e38, 1.0)),
+        (jnp.bfloat16, (1e19, 1e38, 1.0)),
+        (jnp.float16, (6e4, 6e-8, 1.0)),
+        (jnp.float16, (6e-8, 6e-8, 6e-8)),
+    ],
+)
+def test_adam_takes_any_finite_gradient(dtype, sizes, nesterov):
+    params, updates, last, state = train_adam(dtype, sizes, adam_nesterov=nesterov)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(state))
+    for update in updates:
+        step = np.abs(np.asarray(update["bias"], np.float64))
+        assert (step > 0).all() and (step < 0.3).all()
+    assert updates[0]["bias"].dtype == last["bias"].dtype == dtype
+    assert np.isfinite(np.asarray(last["bias"], np.float64)).all()
+    assert skipped(state) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_adam_keeps_float32_statistics(dtype):
+    _, _, _, state = train_adam(dtype, (0.1, 0.2))
+    for name in ("mu", "nu"):
+        assert optax.tree.get(state, name)["bias"].dtype == jnp.float32
+
+
+def test_adam_leaves_ordinary_gradients_as_they_are():
+    params, grads = (normal_tree({"bias": (6,)}, seed) for seed in (1, 2))
+    ours = train(celo2(1e-2, rule=RULE), params, [grads, grads])[1]
+    theirs = train(optax.adamw(8e-2, b2=0.95, weight_decay=0.0), params, [grads, grads])[1]
+    np.testing.assert_array_equal(ours["bias"], theirs["bias"])
+
+
+def test_both_branches_count_gradients_that_are_not_finite():
+    shapes = {"kernel": (4, 6), "stack": (3, 4, 6), "bias": (6,), "scale": (6,)}
+    params, good = normal_tree(shapes, 1), normal_tree(shapes, 2)
+    bad = good | {
+        "stack": good["stack"].at[1, 0, 0].set(np.nan),
+        "bias": good["bias"].at[0].set(np.inf),
+        "scale": jnp.full(6, np.nan),
+    }
+    tx = optax.chain(optax.clip(1e30), celo2(1e-2, rule=RULE))
+    _, _, state = train(tx, params, [bad, good, bad])
+    assert jax.jit(skipped)(state) == skipped(state) == Skipped(rule=2, adam=2)
+    assert optax.tree.get(state, "nonfinite")["scale"] == 2
+    published = celo2(1e-2, rule=RULE, published=True)
+    assert skipped(train(published, params, [bad])[2]) == (0, 0)
+
+
+def test_skipped_counts_what_reaches_scale_by_celo2_too(started):
+    bad = {name: x.at[..., 0, 0].set(np.nan) for name, x in GRADS[1].items()}
+    assert skipped(UPDATE(bad, started, PARAMS)[1]) == (5, 0)  # a stack has three matrices
+
+
+def test_skipped_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="needs the state of celo2, celo2_base or scale_by_celo2"):
+        skipped(optax.adam(1e-3).init(PARAMS))
