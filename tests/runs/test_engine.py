@@ -93,6 +93,13 @@ def test_stopped_run_goes_on_where_it_was(tmp_path, calls):
     assert newest(tmp_path / "part").meta["calls"] == 4
 
 
+def test_run_stopped_before_its_first_call_starts_anew(tmp_path):
+    go(tmp_path, counting(save_first=False), stop=stop_after(0))
+    assert checkpoint.list_iterations(tmp_path / "checkpoints") == []
+    go(tmp_path, counting(save_first=False), resume=True)
+    assert len(of_kind(records.read(tmp_path / "records.jsonl"), "start")) == 1
+
+
 def test_random_keys_survive_a_checkpoint(tmp_path):
     go(tmp_path, stop=stop_after(1))
     seen = []

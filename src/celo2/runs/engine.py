@@ -284,7 +284,7 @@ def _save(run: _Run, last: bool = False) -> Iterator[Row]:
             kept = f"what {run.job.count} {run.saved} saved is kept"
             yield _warn(run, f"stopped while it went wrong: {kept}")
         return
-    if run.saved != run.done:
+    if run.saved != run.done and (run.done > 0 or run.job.save_first):
         yield from _attempt(run, lambda: _begin_save(run))
     if last:
         yield from _attempt(run, lambda: _settle(run))
