@@ -14,12 +14,12 @@ from celo2.evaluate.comparison import (
     Sweep,
     baseline_of,
     best_curve,
-    but_lost,
     edge_of,
     metric_of,
     reach,
     read_sweep,
-    spread,
+    score_range,
+    without_lost,
 )
 from celo2.evaluate.plots import COLORS
 
@@ -88,7 +88,7 @@ def table(sweep: Sweep, task: str) -> str:
     ]
     rows.append("|---|---|---|---|---|---|")
     for entry in entries:
-        scores = spread(run.score for run in entry.seeds)
+        scores = score_range(run.score for run in entry.seeds)
         found = None if baseline is None or entry is baseline else reach(sweep, entry, baseline)
         edge = edge_of(entry)
         rate = f"{entry.best.config.learning_rate:g}" + (f" ({edge})" if edge else "")
@@ -97,7 +97,7 @@ def table(sweep: Sweep, task: str) -> str:
             ["diverged", "-"]
             if scores is None
             else [
-                f"{scores.mean:#.4g}{but_lost(entry)}",
+                f"{scores.mean:#.4g}{without_lost(entry)}",
                 f"{scores.low:#.4g} – {scores.high:#.4g} ({scores.count})",
             ]
         )
@@ -172,8 +172,8 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
 def beside_adamw(sweep: Sweep, task: str, entry: Entry) -> tuple[float, float, float] | None:
     """The least, the mean and the greatest score of the seeds, as multiples of AdamW's mean."""
     baseline = baseline_of(sweep.tasks[task])
-    ours = spread(run.score for run in entry.seeds)
-    theirs = None if baseline is None else spread(run.score for run in baseline.seeds)
+    ours = score_range(run.score for run in entry.seeds)
+    theirs = None if baseline is None else score_range(run.score for run in baseline.seeds)
     if ours is None or theirs is None or entry.lost or min(ours.low, theirs.mean) <= 0:
         return None
     ratios = [score / theirs.mean for score in (ours.low, ours.mean, ours.high)]

@@ -4,7 +4,7 @@ import pytest
 from hand_made import config_of, rows_of, write_sweep
 
 from celo2 import cli
-from celo2.evaluate.comparison import but_lost, data_notes, notes, reach, read_sweep
+from celo2.evaluate.comparison import caveats, data_caveats, reach, read_sweep, without_lost
 from celo2.runs import records
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -20,11 +20,11 @@ def test_runs_on_different_data_are_told(tmp_path):
     adamw, mine = config_of("adamw", 1e-2), config_of("muon", 1e-2, label="mine")
     runs = [on_data(adamw, [3.0, 1.0], "a" * 64), on_data(mine, [3.0, 0.5], "b" * 64)]
     write_sweep(tmp_path / "unlike", runs)
-    (note,) = data_notes(read_sweep(tmp_path / "unlike"))
+    (note,) = data_caveats(read_sweep(tmp_path / "unlike"))
     assert note.startswith("digits-mlp: data differ (SHA-256 adamw aaaaaaaa, mine bbbbbbbb)")
     assert "data differ" in report.build_page(read_sweep(tmp_path / "unlike"))
     write_sweep(tmp_path / "alike", [runs[0], on_data(mine, [3.0, 0.5], "a" * 64)])
-    assert data_notes(read_sweep(tmp_path / "alike")) == []
+    assert data_caveats(read_sweep(tmp_path / "alike")) == []
 
 
 def test_unlike_steps_are_noted(tmp_path):
@@ -33,7 +33,7 @@ def test_unlike_steps_are_noted(tmp_path):
     adamw, muon = config_of("adamw", 1e-2), config_of("muon", 1e-2)
     muon = dataclasses.replace(muon, steps=500)
     write_sweep(tmp_path, [(c, rows_of(c, [3.0, 1.0])) for c in (adamw, muon)])
-    assert "Not the same problem: steps differ (adamw 100, muon 500)." in notes(
+    assert "Not the same problem: steps differ (adamw 100, muon 500)." in caveats(
         read_sweep(tmp_path).tasks["digits-mlp"]
     )
 
@@ -46,7 +46,7 @@ def test_optimizer_that_lost_a_seed_cannot_win(tmp_path):
     write_sweep(tmp_path, tuning, final)
     sweep = read_sweep(tmp_path)
     theirs, ours = sweep.tasks["digits-mlp"]
-    assert (ours.lost, ours.diverged, but_lost(ours)) == (1, 1, " (1 of 2 diverged)")
+    assert (ours.lost, ours.diverged, without_lost(ours)) == (1, 1, " (1 of 2 diverged)")
     assert reach(sweep, ours, theirs) is None
     assert report._winner([theirs, ours], higher=False) == "adamw"
     row = report.score_table(sweep, "digits-mlp")[2]

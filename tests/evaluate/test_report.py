@@ -8,7 +8,7 @@ from hand_made import config_of, rows_of, write_sweep
 
 from celo2 import cli
 from celo2.evaluate import comparison
-from celo2.evaluate.comparison import notes
+from celo2.evaluate.comparison import caveats
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from celo2.evaluate import plots, report  # noqa: E402
@@ -43,8 +43,8 @@ def entries(folder):
 
 
 def test_spread_is_mean_and_range_of_what_is_there():
-    assert comparison.spread([1.0, None, 3.0, 5.0]) == (3.0, 1.0, 5.0, 3)
-    assert comparison.spread([None]) is None
+    assert comparison.score_range([1.0, None, 3.0, 5.0]) == (3.0, 1.0, 5.0, 3)
+    assert comparison.score_range([None]) is None
 
 
 def test_steps_to_reach_are_interpolated_at_the_first_crossing():
@@ -96,13 +96,13 @@ def test_curve_takes_the_last_row_of_a_step_and_passes_over_null():
 
 
 def test_notes_tell_what_is_unfair(entries):
-    text = "\n".join(notes(list(entries.values())))
+    text = "\n".join(caveats(list(entries.values())))
     assert "Unequal tuning budgets, which favour the larger: adamw 3, muon 2, lion 1" in text
     assert "muon: its best rate, 0.01, is the lowest tried" in text
     assert "adamw: a single seed" in text and "muon: a single seed" not in text
     assert "lion: no setting came to a score" in text
     assert "lion: one learning rate only" in text
-    assert notes([entries["adamw"]])[0] == "Equal tuning budgets: 3 for each optimizer, in runs."
+    assert caveats([entries["adamw"]])[0] == "Equal tuning budgets: 3 for each optimizer, in runs."
 
 
 def test_notes_tell_of_runs_that_failed_or_have_not_ended(tmp_path):
@@ -111,7 +111,7 @@ def test_notes_tell_of_runs_that_failed_or_have_not_ended(tmp_path):
     broken = [*rows_of(failed, [3.0, 1.0])[:2], {"kind": "failed", "error": "OSError: no disk"}]
     write_sweep(tmp_path, [(done, whole), (failed, broken), (waiting, [])])
     sweep = comparison.read_sweep(tmp_path)
-    text = "\n".join(notes(sweep.tasks["digits-mlp"]))
+    text = "\n".join(caveats(sweep.tasks["digits-mlp"]))
     assert "adamw: 1 of 3 runs have not ended" in text
     assert "adamw: 1 of 3 runs failed, as with OSError: no disk" in text
     assert ("runs", "1 of 3 ended") in report.facts(sweep)
@@ -146,7 +146,7 @@ class Tags(HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.tags, self.text = [], ""
-        self.feed(page)
+        self.batches(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))

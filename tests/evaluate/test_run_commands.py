@@ -8,7 +8,7 @@ import pytest
 from small_runs import of_kind
 
 from celo2 import cli
-from celo2.evaluate.config import find
+from celo2.evaluate.config import find_task
 from celo2.runs import checkpoint, records
 
 pytest.importorskip("tyro")
@@ -54,7 +54,7 @@ def own_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("own_tasks", None)
-    find.cache_clear()
+    find_task.cache_clear()
 
 
 @pytest.mark.usefixtures("own_tasks")

@@ -20,7 +20,7 @@ from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, meta
 from celo2.metatrain.config import from_fields, read_toml
 from celo2.metatrain.families import count_problems
 from celo2.rule import Rule
-from celo2.runs.address import look_here
+from celo2.runs.address import search_working_directory
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
 from celo2.runs.machine import cores
@@ -79,7 +79,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Runs the command and gives its exit status."""
     options = parse(arguments)
-    look_here()
+    search_working_directory()
     set_up_logging()
     start_devices(options.launch, default_devices(options))
     primary = jax.process_index() == 0

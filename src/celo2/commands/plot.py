@@ -3,7 +3,7 @@
 from celo2.evaluate.comparison import is_sweep
 from celo2.evaluate.plots import plot_sweep
 from celo2.metatrain.plots import plot_run
-from celo2.runs.address import look_here
+from celo2.runs.address import search_working_directory
 
 
 def plot(run: str, out: str | None = None) -> None:
@@ -16,6 +16,6 @@ def plot(run: str, out: str | None = None) -> None:
         run: the folder of the run, or of the sweep's runs.
         out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
     """
-    look_here()
+    search_working_directory()
     for path in plot_sweep(run, out) if is_sweep(run) else plot_run(run, out):
         print(path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from celo2.evaluate.comparison import pack as write_packed
 from celo2.evaluate.report import write_report
-from celo2.runs.address import look_here
+from celo2.runs.address import search_working_directory
 
 
 def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
@@ -16,7 +16,7 @@ def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
         pack: write the records of the folder to this one file as well, with sixteen train rows of
             each run.
     """
-    look_here()
+    search_working_directory()
     if pack is not None:
         count = write_packed(sweep, pack)
         print(f"{pack}: {count} runs")

@@ -14,8 +14,8 @@ from celo2.commands.trackers import tracked
 from celo2.evaluate import RunConfig, describe
 from celo2.evaluate import run as train
 from celo2.evaluate.comparison import name_of
-from celo2.evaluate.config import find, resolve
-from celo2.runs.address import look_here
+from celo2.evaluate.config import find_task, resolve
+from celo2.runs.address import search_working_directory
 from celo2.runs.fields import to_fields
 from celo2.runs.processes import is_primary
 
@@ -54,7 +54,7 @@ def run(
             data=4,model=2; by default one device, or all on data if there are several processes.
         launch: processes and devices; by default as many CPU devices as the mesh needs.
     """
-    look_here()
+    search_working_directory()
     config = resolve(config)
     if dry_run:
         print(as_table(describe(config)))
@@ -92,7 +92,7 @@ def show(rows: Iterable[dict[str, Any]], config: RunConfig) -> Iterator[dict[str
 
     interval = 0.5 if sys.stderr.isatty() else 30
     told: dict[str, str] = {}
-    metric = find(config.task).metric
+    metric = find_task(config.task).metric
     bar = tqdm(total=config.steps, unit="step", mininterval=interval, dynamic_ncols=True)
     with bar:
         for row in rows:

@@ -16,8 +16,8 @@ from celo2.commands.run import Flat, as_table, say
 from celo2.commands.signals import Asked, stop_on_signal
 from celo2.evaluate import Recipe, describe, read_recipe, summarize
 from celo2.evaluate import sweep as run_sweep
-from celo2.evaluate.comparison import Outcome, data_notes, read_sweep, unpack
-from celo2.runs.address import look_here
+from celo2.evaluate.comparison import Outcome, data_caveats, read_sweep, unpack
+from celo2.runs.address import search_working_directory
 from celo2.runs.machine import cores
 from celo2.runs.processes import is_primary
 
@@ -58,7 +58,7 @@ def sweep(
         mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
         launch: processes and devices of that mesh.
     """
-    look_here()
+    search_working_directory()
     plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
     for warning in plan.warnings():
         say(f"warning: {warning}")
@@ -95,7 +95,7 @@ def sweep(
             failed = _show(outcomes, _count(plan))
     if is_primary():
         print(best_table(plan, folder))
-        for note in _doubts(folder):
+        for note in _caveats_of(folder):
             say(f"warning: {note}")
     return asked.status or int(failed)
 
@@ -203,9 +203,9 @@ def best_table(plan: Recipe, folder: Path) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _doubts(folder: Path) -> list[str]:
+def _caveats_of(folder: Path) -> list[str]:
     try:
-        return data_notes(read_sweep(folder))
+        return data_caveats(read_sweep(folder))
     except FileNotFoundError:  # no run has ended
         return []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from celo2.evaluate.config import RunConfig, find, from_fields, resolve, run_name
+from celo2.evaluate.config import RunConfig, find_task, from_fields, resolve, run_name
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.recipe import Recipe, unlike_data, unlike_work
 from celo2.evaluate.run import end_row
@@ -88,7 +88,7 @@ def _best(settings: list[list[Outcome]]) -> Best:
     chosen = min(settings, key=setting_cost)
     cost = setting_cost(chosen)
     runs = [outcome for members in settings for outcome in members]
-    sign = -1.0 if find(chosen[0].config.task).higher_is_better else 1.0
+    sign = -1.0 if find_task(chosen[0].config.task).higher_is_better else 1.0
     return Best(
         config=chosen[0].config,
         score=sign * cost if math.isfinite(cost) else None,
@@ -103,7 +103,7 @@ def setting_cost(members: list[Outcome]) -> float:
     if any(score is None for score in scores):
         return math.inf
     mean = math.fsum(score for score in scores if score is not None) / len(scores)
-    return -mean if find(members[0].config.task).higher_is_better else mean
+    return -mean if find_task(members[0].config.task).higher_is_better else mean
 
 
 KIND = "sweep"
@@ -209,7 +209,7 @@ class Sweep(NamedTuple):
     rows: dict[str, list[Row]]  # of every run, by the name of its folder
 
 
-class Spread(NamedTuple):
+class ScoreRange(NamedTuple):
     """Scores over seeds."""
 
     mean: float
@@ -265,17 +265,17 @@ def compare(tuning: Sequence[Outcome], final: Sequence[Outcome]) -> dict[str, li
     return tasks
 
 
-def spread(scores: Iterable[float | None]) -> Spread | None:
+def score_range(scores: Iterable[float | None]) -> ScoreRange | None:
     """The mean and the range of the scores that there are."""
     found = [score for score in scores if score is not None]
     if not found:
         return None
-    return Spread(math.fsum(found) / len(found), min(found), max(found), len(found))
+    return ScoreRange(math.fsum(found) / len(found), min(found), max(found), len(found))
 
 
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:
     """AdamW's entry, if it has a score."""
-    scored = [entry for entry in entries if spread(run.score for run in entry.seeds)]
+    scored = [entry for entry in entries if score_range(run.score for run in entry.seeds)]
     named = [entry for entry in scored if entry.label == BASELINE]
     return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
 
@@ -286,7 +286,7 @@ def metric_of(sweep: Sweep, entry: Entry) -> tuple[str, bool]:
         for row in sweep.rows[run.name]:
             if row.get("kind") == "start":
                 return row["metric"], row["higher_is_better"]
-    spec = find(entry.best.config.task)
+    spec = find_task(entry.best.config.task)
     return spec.metric, spec.higher_is_better
 
 
@@ -300,7 +300,7 @@ def sensitivity(entry: Entry) -> list[tuple[float, float | None]]:
     points = []
     for rate, decays in sorted(settings.items()):
         runs = min(decays.values(), key=setting_cost)
-        mean = spread(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
+        mean = score_range(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
         points.append((rate, None if mean is None else mean.mean))
     return points
 
@@ -405,7 +405,7 @@ def reach(sweep: Sweep, entry: Entry, baseline: Entry) -> Reached | None:
     """
     if entry.lost:
         return None
-    goal, steps = spread(run.score for run in baseline.seeds), baseline.best.config.steps
+    goal, steps = score_range(run.score for run in baseline.seeds), baseline.best.config.steps
     metric, higher = metric_of(sweep, entry)
     points = best_curve(sweep, entry, "valid", "metrics", metric)
     found = None if goal is None else steps_to_reach(points, goal.mean, higher)
@@ -414,7 +414,7 @@ def reach(sweep: Sweep, entry: Entry, baseline: Entry) -> Reached | None:
     return Reached(found, steps / found if found > 0 else math.inf)
 
 
-def notes(entries: Sequence[Entry]) -> list[str]:
+def caveats(entries: Sequence[Entry]) -> list[str]:
     """Sentences on the optimizers of one task: first their budgets, then each one's own doubts."""
     budgets = [len(entry.tuning) for entry in entries]
     counts = ", ".join(f"{e.label} {n}" for e, n in zip(entries, budgets, strict=True))
@@ -424,10 +424,10 @@ def notes(entries: Sequence[Entry]) -> list[str]:
         found = [f"Equal tuning budgets: {budgets[0]} for each optimizer, in runs."]
     work = unlike_work([run.config for entry in entries for run in entry.tuning])
     found += [f"Not the same problem: {what}." for what in work]
-    return found + [f"{entry.label}: {note}" for entry in entries for note in _doubts(entry)]
+    return found + [f"{entry.label}: {note}" for entry in entries for note in _caveats_of(entry)]
 
 
-def data_notes(sweep: Sweep) -> list[str]:
+def data_caveats(sweep: Sweep) -> list[str]:
     """A sentence for each task whose runs were not all on the same data."""
     found = []
     for task, entries in sweep.tasks.items():
@@ -437,12 +437,12 @@ def data_notes(sweep: Sweep) -> list[str]:
     return found
 
 
-def but_lost(entry: Entry) -> str:
+def without_lost(entry: Entry) -> str:
     """What to say behind a mean that some seeds are not in."""
     return f" ({entry.lost} of {len(entry.seeds)} diverged)" if entry.lost else ""
 
 
-def _doubts(entry: Entry) -> list[str]:
+def _caveats_of(entry: Entry) -> list[str]:
     best, found = entry.best, []
     runs = {run.name: run for run in (*entry.tuning, *entry.seeds)}.values()
     if edge := edge_of(entry):

@@ -20,12 +20,12 @@ OWN_STEPS = 1000
 
 
 @lru_cache
-def find(name: str) -> TaskSpec:
+def find_task(name: str) -> TaskSpec:
     """The entry of that name; `module:function` makes a Task, or is a TaskSpec itself.
 
     The function gets those of the run's `batch`, `data`, `text` and `remat` that it takes.
 
-    >>> find("digits-mlp").steps
+    >>> find_task("digits-mlp").steps
     2000
     """
     if ":" not in name:
@@ -177,7 +177,7 @@ class RunConfig:
 
 def resolve(config: RunConfig) -> RunConfig:
     """The config with the usual numbers in place of every None that stands for them."""
-    spec = find(config.task)
+    spec = find_task(config.task)
     steps = config.steps or spec.steps
     variant = find_variant(config.optimizer)
     return dataclasses.replace(

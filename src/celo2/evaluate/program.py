@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from celo2.evaluate.config import RunConfig, resolve, shared_name
 from celo2.evaluate.optimizers import load_rule, schedule_shape
-from celo2.evaluate.setup import Feed, Setup, check_metric, count_bytes, place_weights, set_up
+from celo2.evaluate.setup import Batches, Setup, check_metric, count_bytes, place_weights, set_up
 from celo2.rule import Rule
 from celo2.rulefile import digest
 
@@ -70,12 +70,12 @@ class Program(NamedTuple):
         places = jax.tree.map(lambda x: x.sharding, self.setup.abstract)
         return jax.jit(init, out_shardings=places)(self._put(seed, jnp.uint32))
 
-    def feed(self, seed: int) -> Feed:
+    def batches(self, seed: int) -> Batches:
         """The data of the steps of a run with that seed."""
-        return Feed(self.setup.data, "train", seed, self.setup.mesh)
+        return Batches(self.setup.data, "train", seed, self.setup.mesh)
 
     def advance(
-        self, config: RunConfig, feed: Feed, state: Any, first: int, last: int
+        self, config: RunConfig, batches: Batches, state: Any, first: int, last: int
     ) -> tuple[Any, Advanced]:
         """Steps from `first` to `last`, or until the loss is not finite. Uses up the state."""
         rate = self._put(config.learning_rate, jnp.float32)
@@ -85,11 +85,13 @@ class Program(NamedTuple):
         if self.setup.chained:
             last_step = self._put(last, jnp.int32)
             carry = self.advance_compiled(
-                feed.at(first), rate, self.setup.weights, seed, carry, last_step
+                batches.at(first), rate, self.setup.weights, seed, carry, last_step
             )
         else:
             for step in range(first, last):
-                carry = self.advance_compiled(feed.at(step), rate, self.setup.weights, seed, carry)
+                carry = self.advance_compiled(
+                    batches.at(step), rate, self.setup.weights, seed, carry
+                )
                 # Many collectives in a queue may block each other on CPU devices.
                 if jax.default_backend() == "cpu" and not carry.finite:
                     break
@@ -101,10 +103,10 @@ class Program(NamedTuple):
 
     def evaluate(self, state: Any) -> dict[str, float]:
         """The validation metrics."""
-        feed = Feed(self.setup.data, "valid", VALIDATION_KEY, self.setup.mesh)
+        batches = Batches(self.setup.data, "valid", VALIDATION_KEY, self.setup.mesh)
         calls = range(1 if self.setup.chained else self.setup.evaluations)
         numbers = [self._put(i, jnp.int32) for i in calls]
-        found = [self.evaluate_compiled(feed.at(i), state, numbers[i]) for i in calls]
+        found = [self.evaluate_compiled(batches.at(i), state, numbers[i]) for i in calls]
         rows = [jax.tree.map(float, jax.device_get(row)) for row in found]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 

@@ -13,14 +13,14 @@ from celo2.evaluate.comparison import (
     Entry,
     Sweep,
     baseline_of,
-    but_lost,
+    caveats,
     costs_of,
-    data_notes,
+    data_caveats,
     metric_of,
-    notes,
     reach,
     read_sweep,
-    spread,
+    score_range,
+    without_lost,
 )
 from celo2.evaluate.plots import FIGURES, write_svg
 from celo2.evaluate.recipe import TEXTS
@@ -94,7 +94,7 @@ def build_page(sweep: Sweep) -> str:
 <body>
 <h1>{escape(title)}</h1>
 {_facts_table(facts(sweep))}
-{_notes(data_notes(sweep))}
+{_notes(data_caveats(sweep))}
 {sections}
 <h2>How to read this</h2>
 <p class="small">{escape(READ)}</p>
@@ -152,14 +152,14 @@ def cost_table(sweep: Sweep, task: str) -> list[list[str]]:
 
 
 def _score_row(sweep: Sweep, entry: Entry, baseline: Entry | None) -> list[str]:
-    best, score = entry.best, spread(run.score for run in entry.seeds)
+    best, score = entry.best, score_range(run.score for run in entry.seeds)
     found = None if baseline is None else reach(sweep, entry, baseline)
     missing = "not reached" if baseline is not None and score is not None else NONE
     return [
         entry.label,
         NONE if best.score is None else f"{best.config.learning_rate:g}",
         NONE if best.score is None else f"{best.config.weight_decay:g}",
-        NONE if score is None else f"{score.mean:#.4g}{but_lost(entry)}",
+        NONE if score is None else f"{score.mean:#.4g}{without_lost(entry)}",
         NONE if score is None or score.count < 2 else f"{score.low:#.4g} … {score.high:#.4g}",
         str(0 if score is None else score.count),
         str(best.runs),
@@ -179,7 +179,7 @@ def _section(sweep: Sweep, task: str) -> str:
     return f"""<h2>{escape(task)}</h2>
 <p>{escape(about)}</p>
 {_table(score_table(sweep, task), _winner(entries, higher))}
-{_notes(notes(entries))}
+{_notes(caveats(entries))}
 <div class="figures">
 {figures}
 </div>
@@ -200,7 +200,7 @@ def _parameters(sweep: Sweep, entries: Sequence[Entry]) -> str:
 
 def _winner(entries: Sequence[Entry], higher: bool) -> str | None:
     sound = [entry for entry in entries if not entry.lost]
-    means = {entry.label: spread(run.score for run in entry.seeds) for entry in sound}
+    means = {entry.label: score_range(run.score for run in entry.seeds) for entry in sound}
     found = {label: score.mean for label, score in means.items() if score is not None}
     return (max if higher else min)(found, key=found.__getitem__) if found else None
 

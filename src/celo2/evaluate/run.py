@@ -41,7 +41,7 @@ from jax.sharding import Mesh
 from celo2.evaluate.config import RunConfig, from_fields, resolve
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import Program, build
-from celo2.evaluate.setup import Feed
+from celo2.evaluate.setup import Batches
 from celo2.rulefile import digest
 from celo2.runs import machine, records
 from celo2.runs.engine import Advanced, Job, run_job
@@ -120,7 +120,7 @@ def _job(run: Run, keep: bool) -> Job:
     config, setup = run.config, run.program.setup
     assert config.steps is not None and config.evaluate_every is not None
     evaluate_every, total = config.evaluate_every, config.steps
-    feed = run.program.feed(config.seed)
+    batches = run.program.batches(config.seed)
     identity = {
         "config": to_fields(config),
         "data": {config.task: setup.checksum},
@@ -137,7 +137,7 @@ def _job(run: Run, keep: bool) -> Job:
         return [_start_row(run), _validate(run, state, 0)]
 
     def advance(state: Any, done: int, until: int) -> Advanced:
-        state, done, row, finite = _train(run, feed, state, done, until)
+        state, done, row, finite = _train(run, batches, state, done, until)
         rows = [row]
         if finite and (done % evaluate_every == 0 or done == total):
             rows.append(_validate(run, state, done))
@@ -163,10 +163,12 @@ def _job(run: Run, keep: bool) -> Job:
     )
 
 
-def _train(run: Run, feed: Feed, state: Any, done: int, until: int) -> tuple[Any, int, Row, bool]:
+def _train(
+    run: Run, batches: Batches, state: Any, done: int, until: int
+) -> tuple[Any, int, Row, bool]:
     """The state and the steps made, their row, and whether the loss was finite."""
     began = time.monotonic()
-    state, found = run.program.advance(run.config, feed, state, done, until)
+    state, found = run.program.advance(run.config, batches, state, done, until)
     run.seconds += time.monotonic() - began
     row = {
         "kind": "train",

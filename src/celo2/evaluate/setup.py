@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.config import RunConfig, find
+from celo2.evaluate.config import RunConfig, find_task
 from celo2.evaluate.optimizers import (
     group_leaves,
     load_rule,
@@ -65,7 +65,7 @@ def set_up(
 
     The rule is the optimizer's, unless one is given.
     """
-    spec = find(config.task)
+    spec = find_task(config.task)
     made, checksum = (
         _make_blank(config)
         if blank
@@ -142,7 +142,7 @@ def _make(
     task: str, text: str | None, batch: int | None, remat: bool, data: Any
 ) -> tuple[Any, str]:
     """The task and the SHA-256 of its data; the newest is kept for the next run of a sweep."""
-    made = _call(task, find(task).make, batch=batch, data=data, text=text, remat=remat or None)
+    made = _call(task, find_task(task).make, batch=batch, data=data, text=text, remat=remat or None)
     if isinstance(made, Task) and isinstance(made.data, Stream):
         return made, made.data.checksum
     arrays = name_arrays(jax.tree.map(np.asarray, made.data)) if isinstance(made, Task) else {}
@@ -150,7 +150,7 @@ def _make(
 
 
 def _make_blank(config: RunConfig) -> tuple[Any, str]:
-    spec = find(config.task)
+    spec = find_task(config.task)
     options = {"batch": config.batch, "remat": config.remat or None}
     return _call(config.task, spec.blank or spec.make, **options), ""
 
@@ -164,7 +164,7 @@ def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
     if unknown := [name for name in given if name not in takes]:
         raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} is nothing that {task} takes.")
     made = make(**given)
-    if find(task).train is supervised and not isinstance(made, Task):
+    if find_task(task).train is supervised and not isinstance(made, Task):
         raise ValueError(f"task={task!r} returned a {type(made).__name__}, not a Task.")
     return made
 
@@ -190,7 +190,7 @@ def _adapt(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
         return made
     check_batch(config.batch, config.accumulate, mesh)
     sample = made.sample
-    return made._replace(sample=lambda *draw: spread_batch(sample(*draw), mesh))
+    return made._replace(sample=lambda *draw: shard_batch(sample(*draw), mesh))
 
 
 def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
         )
 
 
-class Feed:
+class Batches:
     """What a step or a validation is given as its data.
 
     Batches are read ahead while the devices work. Asking for the steps in order is fast; any other
@@ -415,7 +415,7 @@ def on_mesh(abstract: Any, specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def spread_batch(batch: Any, mesh: Mesh) -> Any:
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """The batch with its examples, which come first, spread over the data axis."""
     return jax.tree.map(
         lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(DATA))), batch

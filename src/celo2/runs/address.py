@@ -25,6 +25,6 @@ def import_function(address: str, what: str, example: str) -> Callable[..., Any]
         raise ValueError(f"{what}={address!r}: {module_name} has no {function_name!r}.") from error
 
 
-def look_here() -> None:
+def search_working_directory() -> None:
     """Lets `import_function` find modules in the current folder, as `python -m` does."""
     sys.path.insert(0, os.getcwd())
