@@ -27,8 +27,13 @@ OPTIMIZERS = {
     "celo2_base": (celo2_base, {"orthogonalize": False, "vectors": "rule"}),
     "celo2": (celo2, {}),
 }
+ONE_DECAY = {"momentum_decays": (0.9,), "factored_decays": (0.99,)}
 # Narrow, so that it compiles quickly; the slow test takes the default widths.
-NARROW = {"hidden": (3, 3), "momentum_decays": (0.9,), "factored_decays": (0.99,)}
+WIDTHS = {
+    "narrow": {"hidden": (3, 3), **ONE_DECAY},
+    "wide": {"hidden": (12, 12), **ONE_DECAY},
+    "default": {},
+}
 
 
 class Leaf(NamedTuple):
@@ -159,19 +164,19 @@ def misplaced(state: Any, mesh: jax.sharding.Mesh) -> list[str]:
     return wrong
 
 
-def facts(axis_type: str, name: str, wide: bool = False) -> dict[str, Any]:
+def facts(axis_type: str, name: str, widths: str = "narrow") -> dict[str, Any]:
     axis_types = [kind for kind, other in CASES if other == name]
-    return all_facts(name, tuple(axis_types), wide)[axis_types.index(axis_type)]
+    return all_facts(name, tuple(axis_types), widths)[axis_types.index(axis_type)]
 
 
 @functools.cache
-def all_facts(name: str, axis_types: tuple[str, ...], wide: bool) -> list[dict[str, Any]]:
-    options = {} if wide else NARROW
+def all_facts(name: str, axis_types: tuple[str, ...], widths: str) -> list[dict[str, Any]]:
     code = (
         "import sys; sys.path[:0] = ['tests', 'tests/jax']\n"
-        f"import test_optimizer_sharding as t; t.measure({name!r}, {axis_types!r}, {options!r})"
+        "import test_optimizer_sharding as t\n"
+        f"t.measure({name!r}, {axis_types!r}, t.WIDTHS[{widths!r}])"
     )
-    return json.loads(run_python(code, timeout=600 if wide else 300))
+    return json.loads(run_python(code, timeout=600 if widths == "default" else 300))
 
 
 @pytest.mark.parametrize(("axis_type", "name"), CASES)
@@ -196,9 +201,11 @@ def test_jitted_init_keeps_shardings_only_with_explicit_axes(axis_type, name):
     assert bool(wrong) == (axis_type == "Auto")
 
 
+@pytest.mark.parametrize("widths", ["narrow", "wide"])
 @pytest.mark.parametrize(("axis_type", "name"), BASE_CASES)
-def test_base_sends_no_more_than_row_and_column_vectors(axis_type, name):
-    measured = facts(axis_type, name)
+def test_base_sends_no_more_than_row_and_column_vectors(axis_type, name, widths):
+    measured = facts(axis_type, name, widths)
+    assert all(error < 1e-5 for error in measured["errors"])
     assert measured["loops"] >= 4  # query, out, up and scale of both blocks
     assert {operation for operation, _ in measured["collectives"]} == {"all-reduce"}
     assert max(size for _, size in measured["collectives"]) <= LARGEST_VECTOR
@@ -213,7 +220,7 @@ def test_newton_schulz_sends_more_than_vectors():
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis_type", "name"), BASE_CASES)
 def test_base_with_default_widths_sends_no_more_than_vectors(axis_type, name):
-    measured = facts(axis_type, name, wide=True)
+    measured = facts(axis_type, name, "default")
     assert all(error < 1e-5 for error in measured["errors"])
     assert max(size for _, size in measured["collectives"]) <= 3 * LARGEST_VECTOR
 
