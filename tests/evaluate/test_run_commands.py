@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from small_runs import of_kind
@@ -158,7 +159,9 @@ def test_several_processes_share_a_sweep(tmp_path):
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 3 and "of 1" in done.stdout
+    *table, page = done.stdout.splitlines()
+    assert len(table) == 3 and "of 1" in table[-1]
+    assert page == str(tmp_path / "out" / "report.html") and Path(page).is_file()
     for folder in (tmp_path / "out").glob("digits*"):
         rows = records.read(folder / "records.jsonl")
         assert len(of_kind(rows, "start")) == len(of_kind(rows, "end")) == 1

@@ -1,11 +1,14 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from celo2.metatrain.config import PRESETS, MetaConfig, from_fields, read_toml
 from celo2.rule import CELO2_BASE, RuleConfig
 from celo2.runs.fields import differences, to_fields
+
+RULES = Path(__file__).parents[2] / "rules"
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,11 @@ def test_differences_name_nested_fields():
         "rule.vectors": ("adam", "rule"),
     }
     assert differences(MetaConfig(), MetaConfig()) == {}
+
+
+@pytest.mark.parametrize("path", sorted(RULES.glob("*.toml")), ids=lambda path: path.stem)
+def test_config_file_of_a_rule_is_read_and_names_its_command(path):
+    config = read_toml(path)
+    assert config.families and config.seed
+    command = path.read_text("utf-8").splitlines()[0]
+    assert f"--config rules/{path.name}" in command

@@ -8,6 +8,7 @@ import pytest
 
 from celo2.runs import records
 from celo2.runs.folder import RunFolder, RunRefused, is_alive, locked, read_owner
+from conftest import run_python
 
 HOLD = (
     "import sys, time\n"
@@ -70,3 +71,15 @@ def test_rows_hold_no_numbers_that_json_lacks(tmp_path):
     assert row == {"a": None, "b": {"c": [1.5, None]}}
     records.append(tmp_path / "r", row)
     assert json.loads((tmp_path / "r").read_text()) == row
+
+
+@pytest.mark.parametrize("missing", ["fcntl", "resource"])
+def test_runs_need_no_module_that_windows_lacks(missing):
+    code = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "import celo2.jax, celo2.metatrain, celo2.evaluate, celo2.commands.run\n"
+        "from celo2.runs.machine import peak_bytes\n"
+        "print(peak_bytes()['process'] is None)\n"
+    )
+    assert run_python(code).strip() == str(missing == "resource")

@@ -36,11 +36,13 @@ def sweep(
     known: str | None = None,
     dry_run: bool = False,
     first: int = 0,
+    report: bool = True,
     mesh: str | None = None,
     launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
-    """Make the runs of a recipe: finished ones are skipped, broken ones resumed.
+    """Make the runs of a recipe and a page that compares them.
 
+    Finished runs are skipped, broken ones resumed; the page is report.html in their folder.
     Ctrl-C and SIGTERM save first. A run that diverges or fails does not stop the others; if one
     failed, the exit status is 1.
 
@@ -55,6 +57,7 @@ def sweep(
         known: a packed file (`celo2 report --pack`) whose runs need not be made again.
         dry_run: only show what the runs would be; needs no data.
         first: the run to begin with.
+        report: write the page at the end, if any run has ended.
         mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
         launch: processes and devices of that mesh.
     """
@@ -95,8 +98,7 @@ def sweep(
             failed = _show(outcomes, _count(plan))
     if is_primary():
         print(best_table(plan, folder))
-        for note in _caveats_of(folder):
-            say(f"warning: {note}")
+        _compare(folder, report)
     return asked.status or int(failed)
 
 
@@ -134,7 +136,7 @@ def choose(plan: Recipe, labels: tuple[str, ...]) -> Recipe:
 
 def _share(options: list[str], devices: tuple[str, ...], runs: int, asked: Asked) -> bool:
     """Makes the runs in as many processes as there are devices; True if one ended badly."""
-    command = [sys.executable, "-m", "celo2.cli", "sweep", *options]
+    command = [sys.executable, "-m", "celo2.cli", "sweep", *options, "--no-report"]
     # Sessions of their own: Ctrl-C comes to us, and we pass it on once.
     workers = [
         subprocess.Popen(
@@ -203,11 +205,18 @@ def best_table(plan: Recipe, folder: Path) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _caveats_of(folder: Path) -> list[str]:
+def _compare(folder: Path, report: bool) -> None:
+    """Says what cannot be compared, and writes the page."""
     try:
-        return data_caveats(read_sweep(folder))
+        found = read_sweep(folder)
     except FileNotFoundError:  # no run has ended
-        return []
+        return
+    for caveat in data_caveats(found):
+        say(f"warning: {caveat}")
+    if report:
+        from celo2.evaluate.report import write_page
+
+        print(write_page(found, folder / "report.html"))
 
 
 def line(outcome: Outcome) -> str:

@@ -73,7 +73,12 @@ READ = (
 
 def write_report(folder: str | PathLike, out: str | PathLike) -> Path:
     """Writes the page of a sweep's folder, and gives its path."""
-    page = build_page(read_sweep(folder))
+    return write_page(read_sweep(folder), out)
+
+
+def write_page(sweep: Sweep, out: str | PathLike) -> Path:
+    """Writes the page of a sweep that was read, and gives its path."""
+    page = build_page(sweep)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(out), page.encode())
     return Path(out)

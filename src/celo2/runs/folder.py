@@ -1,6 +1,5 @@
 """A run's folder: where its files are, and the lock that keeps a second process out."""
 
-import fcntl
 import json
 import os
 import socket
@@ -11,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from celo2.rulefile import write_whole
 
-PROBE_SECONDS = 0.5  # `is_alive` holds the lock for an instant; a writer waits that long
+PROBE_SECONDS = 0.5
 
 
 class RunRefused(ValueError):
@@ -52,8 +53,13 @@ class RunFolder:
 
     @property
     def lock_file(self) -> Path:
-        """Held by the process that writes; says which one it is."""
+        """Held by the process that writes."""
         return self.path / "lock"
+
+    @property
+    def owner_file(self) -> Path:
+        """Which process that is, or was."""
+        return self.path / "owner.json"
 
     def has_run(self) -> bool:
         """Whether a run was started here."""
@@ -76,52 +82,39 @@ class RunFolder:
 def locked(folder: RunFolder) -> Iterator[None]:
     """Makes the folder and holds its lock, which dies with the process."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+    # `is_alive` holds the lock for an instant: a writer waits that long.
+    lock = FileLock(folder.lock_file, timeout=PROBE_SECONDS)
     try:
-        _take(file, folder)
+        lock.acquire(poll_interval=0.02)
+    except Timeout as error:
+        owner = read_owner(folder)
+        raise RunTaken(
+            f"{folder.path} is being written by process {owner.get('pid', '?')} on "
+            f"{owner.get('host', '?')}: stop that one first, or choose another --out."
+        ) from error
+    try:
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(owner).encode(), 0)
+        write_whole(folder.owner_file, json.dumps(owner).encode())
         yield
     finally:
-        os.close(file)
+        lock.release()
 
 
 def is_alive(folder: RunFolder) -> bool:
     """Whether a process writes to the folder; sees other machines where the file system does."""
-    try:
-        file = os.open(folder.lock_file, os.O_RDONLY)
-    except FileNotFoundError:
+    if not folder.lock_file.exists():
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
+        with FileLock(folder.lock_file, timeout=0):
+            return False
+    except Timeout:
         return True
-    finally:
-        os.close(file)
 
 
 def read_owner(folder: RunFolder) -> dict[str, Any]:
     """The process that last held the lock: pid, host, since; empty if unknown."""
     try:
-        owner = json.loads(folder.lock_file.read_text())
+        owner = json.loads(folder.owner_file.read_text())
     except (OSError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _take(file: int, folder: RunFolder) -> None:
-    deadline = time.monotonic() + PROBE_SECONDS
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                break
-        time.sleep(0.02)
-    owner = read_owner(folder)
-    raise RunTaken(
-        f"{folder.path} is being written by process {owner.get('pid', '?')} on "
-        f"{owner.get('host', '?')}: stop that one first, or choose another --out."
-    )

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import resource
 import sys
 from typing import Any
 
@@ -51,8 +50,13 @@ def peak_bytes() -> dict[str, int | None]:
     A process that has made several runs gives the largest of them.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
+    return {"device": stats.get("peak_bytes_in_use"), "process": _peak_of_process()}
+
+
+def _peak_of_process() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "device": stats.get("peak_bytes_in_use"),
-        "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    }
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
