@@ -1,4 +1,4 @@
-"""The floor plan, kept: which room may import which, read from the import lines."""
+"""Which part of the package may import which, read from the import lines."""
 
 import ast
 import sys
@@ -11,7 +11,7 @@ from conftest import run_python
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "celo2"
 
-# All that a room may import of ours; a file of the same room is always allowed.
+# All that a part may import of ours; a file of the same part is always allowed.
 MAY_IMPORT = {
     "rule": set(),
     "rulefile": {"rule"},
@@ -32,8 +32,8 @@ MAY_IMPORT = {
 # What it may import besides, inside functions only.
 MAY_IMPORT_LAZILY = {"cli": MAY_IMPORT.keys() - {"cli"}}
 
-# Rooms that must work where no extra is installed, and the packages they may import at once.
-BARE_ROOMS = {"__init__", "rule", "rulefile", "routing", "published", "cli"}
+# Parts that must work where no extra is installed, and the packages they may import at once.
+BARE_PARTS = {"__init__", "rule", "rulefile", "routing", "published", "cli"}
 BARE_PACKAGES = {"numpy", "safetensors"}
 FOREIGN = {"jax": {"torch"}, "torch": {"jax", "jaxlib", "optax", "flax"}}
 
@@ -55,7 +55,7 @@ def imports_of(source: str, package: str) -> list[Import]:
             found.extend(Import(alias.name, lazy, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            # `from celo2 import jax` names a room only by what it imports.
+            # `from celo2 import jax` names a part only by what it imports.
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "celo2" else [base]
             found.extend(Import(name, lazy, node.lineno) for name in names)
         inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -74,8 +74,8 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def room_of(module: str) -> str | None:
-    """The room of one of our modules by its full name, None for anyone else's.
+def part_of(module: str) -> str | None:
+    """The part of one of our modules by its full name, None for anyone else's.
 
     A name taken from the package itself, as in `from celo2 import load`, is the entrance's.
     """
@@ -85,39 +85,39 @@ def room_of(module: str) -> str | None:
     return rest[0] if rest and rest[0] in MAY_IMPORT else "__init__"
 
 
-def offences(room: str, found: list[Import]) -> list[str]:
-    """What `room` imports against the floor plan."""
+def offences(part: str, found: list[Import]) -> list[str]:
+    """What `part` imports that it must not."""
     wrong = []
     for module, lazy, line in found:
-        other, package = room_of(module), module.split(".")[0]
-        allowed = MAY_IMPORT[room] | {room}
+        other, package = part_of(module), module.split(".")[0]
+        allowed = MAY_IMPORT[part] | {part}
         if lazy:
-            allowed = allowed | MAY_IMPORT_LAZILY.get(room, set())
+            allowed = allowed | MAY_IMPORT_LAZILY.get(part, set())
         if other is not None and other not in allowed:
-            wrong.append(f"line {line}: {room} must not import {module}")
-        if package in FOREIGN.get(room, set()) | {"pickle"}:
-            wrong.append(f"line {line}: {room} must not import {module}")
+            wrong.append(f"line {line}: {part} must not import {module}")
+        if package in FOREIGN.get(part, set()) | {"pickle"}:
+            wrong.append(f"line {line}: {part} must not import {module}")
         standard = package in sys.stdlib_module_names
-        if room in BARE_ROOMS and not (lazy or other or standard or package in BARE_PACKAGES):
-            wrong.append(f"line {line}: {room} must import {module} inside a function")
+        if part in BARE_PARTS and not (lazy or other or standard or package in BARE_PACKAGES):
+            wrong.append(f"line {line}: {part} must import {module} inside a function")
     return wrong
 
 
-def _room_of_file(path: Path) -> str:
+def _part_of_file(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
 @pytest.mark.parametrize(
     "path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE))
 )
-def test_file_keeps_to_the_floor_plan(path):
-    assert _room_of_file(path) in MAY_IMPORT, f"{path.name} is in no room of the floor plan"
+def test_file_imports_only_what_it_may(path):
+    assert _part_of_file(path) in MAY_IMPORT, f"{path.name} is in no part of the package"
     package = ".".join(["celo2", *path.relative_to(SOURCE).parts[:-1]])
-    assert offences(_room_of_file(path), imports_of(path.read_text("utf-8"), package)) == []
+    assert offences(_part_of_file(path), imports_of(path.read_text("utf-8"), package)) == []
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("part", "source"),
     [
         ("rule", "from celo2.routing import MatrixView"),
         ("rule", "def f():\n    from celo2 import routing"),
@@ -137,12 +137,12 @@ def test_file_keeps_to_the_floor_plan(path):
         ("evaluate", "import pickle"),
     ],
 )
-def test_offence_is_found(room, source):
-    assert len(offences(room, imports_of(source, f"celo2.{room}"))) == 1
+def test_offence_is_found(part, source):
+    assert len(offences(part, imports_of(source, f"celo2.{part}"))) == 1
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("part", "source"),
     [
         ("routing", "import math\nfrom celo2.rule import RuleConfig"),
         ("published", "import numpy\ndef f():\n    from celo2 import rulefile"),
@@ -150,8 +150,8 @@ def test_offence_is_found(room, source):
         ("cli", "import celo2\ndef main():\n    from celo2.metatrain import metatrain"),
     ],
 )
-def test_allowed_import_is_no_offence(room, source):
-    assert offences(room, imports_of(source, f"celo2.{room}")) == []
+def test_allowed_import_is_no_offence(part, source):
+    assert offences(part, imports_of(source, f"celo2.{part}")) == []
 
 
 def test_importing_celo2_loads_neither_jax_nor_torch():
