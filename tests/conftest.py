@@ -31,13 +31,16 @@ def strict_dtypes():
         yield
 
 
-def golden_folder() -> Path:
-    """The folder of the golden vectors; skips the test (or the module) where there is none.
+GOLDEN_FOLDER = Path(__file__).resolve().parent / "golden"
 
-    They are not part of this repository: `CELO2_GOLDEN` names their folder, or a folder beside
-    the repository holds it.
+
+def pretrained_golden_folder() -> Path:
+    """The folder of the golden vectors with the authors' weights; skips the test without it.
+
+    Those weights are not part of this repository: `CELO2_GOLDEN` names the folder, or a folder
+    beside the repository holds it.
     """
-    return _optional_folder("CELO2_GOLDEN", "golden", "golden.json")
+    return _optional_folder("CELO2_GOLDEN", "golden", "celo2_pretrained.npz")
 
 
 def data_folder() -> Path:
