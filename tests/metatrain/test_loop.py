@@ -10,6 +10,7 @@ from celo2.metatrain.families import load_families
 from celo2.rule import CELO2, Rule, initial_weights
 from celo2.rulefile import digest as digest_of
 from celo2.runs import records
+from celo2.runs.checkpoint import digest_json
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder, RunRefused
 
@@ -57,7 +58,20 @@ def test_rule_is_exported_with_its_origin(whole_run):
     assert rule.origin["config"]["rule"]["hidden"] == [4]
     assert rule.origin["data"] == load_families(TINY).checksums
     assert rule.origin["version"] == celo2.__version__
-    assert rule.origin["hours"] >= 0
+
+
+def test_hours_of_earlier_processes_count(whole_run, tmp_path):
+    def resumed_after(seconds: float) -> dict:
+        out = tmp_path / str(seconds)
+        run(out, minutes=0)
+        path = next((out / "checkpoints" / "10" / "meta").glob("metadata"))
+        meta = json.loads(path.read_text()) | {"elapsed": seconds}
+        meta.pop("seal")
+        path.write_text(json.dumps(meta | {"seal": digest_json(meta)}))
+        run(out, resume=True)
+        return celo2.load(out / "rule.safetensors").origin
+
+    assert resumed_after(7200.0)["hours"] == pytest.approx(2.0, abs=0.02)
 
 
 def test_resume_equals_uninterrupted_run(whole_run, tmp_path):
@@ -186,4 +200,5 @@ def test_best_rule_is_kept_and_survives_resuming(tmp_path):
     assert [row["score"] for row in of_kind(rows, "heldout")] == [None]
     best = celo2.load(out / "best.safetensors")
     assert best.origin["heldout"] == {"iteration": 10, "score": 0.1}
-    assert json.loads(json.dumps(records.read(out / "records.jsonl")))
+    last = (out / "records.jsonl").read_text().splitlines()[-2]
+    assert '"kind": "heldout"' in last and '"score": null' in last  # NaN is no JSON
