@@ -31,16 +31,17 @@ def strict_dtypes():
         yield
 
 
-GOLDEN_FOLDER = Path(__file__).resolve().parent / "golden"
+def golden_folder(name: str) -> Path:
+    """The folder of the golden vectors called `name`: tests/golden, for all with random weights.
 
-
-def pretrained_golden_folder() -> Path:
-    """The folder of the golden vectors with the authors' weights; skips the test without it.
-
-    Those weights are not part of this repository: `CELO2_GOLDEN` names the folder, or a folder
-    beside the repository holds it.
+    Those with the authors' weights, `celo2_pretrained`, are not part of this repository:
+    `CELO2_GOLDEN` names their folder, or a folder beside the repository holds it; else the test is
+    skipped.
     """
-    return _optional_folder("CELO2_GOLDEN", "golden", "celo2_pretrained.npz")
+    ours = Path(__file__).resolve().parent / "golden"
+    if (ours / f"{name}.npz").is_file():
+        return ours
+    return _optional_folder("CELO2_GOLDEN", "golden", f"{name}.npz")
 
 
 def data_folder() -> Path:

@@ -1,6 +1,6 @@
 import pytest
 
-from conftest import pretrained_golden_folder, run_python
+from conftest import golden_folder, run_python
 
 
 def test_rank_promotion_is_an_error():
@@ -25,7 +25,7 @@ def test_run_python_reports_what_failed():
         run_python("raise SystemExit('the reason')")
 
 
-def test_wrong_pretrained_golden_folder_is_an_error_not_a_skip(monkeypatch, tmp_path):
+def test_wrong_golden_folder_is_an_error_not_a_skip(monkeypatch, tmp_path):
     monkeypatch.setenv("CELO2_GOLDEN", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="CELO2_GOLDEN"):
-        pretrained_golden_folder()
+        golden_folder("celo2_pretrained")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -12,13 +11,14 @@ import reference
 import reference_parts
 from celo2.routing import MatrixView, default_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, RuleConfig, initial_weights
-from conftest import GOLDEN_FOLDER, pretrained_golden_folder
+from conftest import golden_folder
 
 GOLDEN = (
     "celo2",
     "celo2_base",
     "celo2_base_rmsmult0.2",
     "celo2_base_expmult0.001",
+    "celo2_pretrained",
 )
 PUBLISHED = {"published": True, "hold": False, "skip_nonfinite": False}
 SHAPES = [(), (7,), (5, 3), (4, 4), (2, 6, 10)]
@@ -58,14 +58,7 @@ def run(config, weights, params, grads, **policies):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_reference_equals_the_published_implementation(name):
-    check_golden(GOLDEN_FOLDER, name)
-
-
-def test_reference_equals_the_published_implementation_with_the_authors_weights():
-    check_golden(pretrained_golden_folder(), "celo2_pretrained")
-
-
-def check_golden(folder: Path, name: str) -> None:
+    folder = golden_folder(name)
     golden = json.loads((folder / "golden.json").read_text())["configs"][name]
     config = golden_config(golden["settings"])
     coefficients = tuple(map(float32, reference.NS_COEFFICIENTS))

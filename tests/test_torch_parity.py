@@ -156,7 +156,7 @@ def test_large_tensors_are_worked_in_blocks_with_the_same_result(monkeypatch):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_update_equals_the_published_implementation(name):
-    folder = golden_folder()
+    folder = golden_folder(name)
     golden = json.loads((folder / "golden.json").read_text())["configs"][name]
     config = golden_config(golden["settings"])
     with np.load(folder / golden["file"]) as arrays:

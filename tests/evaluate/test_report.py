@@ -146,7 +146,7 @@ class Tags(HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.tags, self.text = [], ""
-        self.batches(page)
+        self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))

@@ -147,7 +147,8 @@ def test_command_shows_the_table_and_skips_what_is_done(recipe_file, tmp_path, c
     assert cli.main(command) == 0
     captured = capsys.readouterr()
     assert "different tuning budgets" in captured.err and "diverged" in captured.err
-    header, adamw, plain = captured.out.splitlines()
+    header, adamw, plain, page = captured.out.splitlines()
+    assert page == str(tmp_path / "out" / "report.html")
     assert header.split()[:3] == ["task", "optimizer", "runs"]
     assert adamw.split()[:4] == ["digits-mlp", "adamw", "3", "0"] and adamw.endswith("of 2")
     assert plain.split()[:4] == ["digits-mlp", "plain", "2", "1"]

@@ -202,7 +202,7 @@ def test_every_size_of_rule_equals_the_reference(config):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_update_equals_the_published_implementation(name):
-    folder = golden_folder()
+    folder = golden_folder(name)
     golden = json.loads((folder / "golden.json").read_text())["configs"][name]
     config = golden_config(golden["settings"])
     with np.load(folder / golden["file"]) as arrays:
