@@ -16,6 +16,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Tests run in as many processes as there are cores; Torch's threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's kernels run on CPU tensors; it must be known before anything imports Triton.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("local", deadline=None, max_examples=20)
 settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, database=None)

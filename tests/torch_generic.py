@@ -40,11 +40,6 @@ def inputs(device, dtype=None) -> list[OptimizerInput]:
 
 def error_inputs(device, dtype) -> list[ErrorOptimizerInput]:
     found = get_error_inputs_for_all_optims(device, dtype)
-    for one in found:
-        if one.error_type is UserWarning:
-            # Torch still only warns of duplicates in a group.
-            assert "duplicate" in one.error_regex
-            one.error_type = ValueError
     complex_param = torch.zeros(2, 2, dtype=torch.complex64)
     sparse = torch.zeros(3, dtype=dtype)
     sparse.grad = torch.ones(3).to_sparse()

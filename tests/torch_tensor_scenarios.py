@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import celo2.torch.step
+import celo2.torch.grouping
 from celo2.routing import MatrixView
 from celo2.torch import Celo2
 from celo2.torch.tensors import aligned, frame_of
@@ -126,14 +126,14 @@ def compiled_passes_on_shards_equal_eager_ones_on_a_plain_tensor(here: Here):
         traced.append(function.__name__)
         return torch.compile(function, dynamic=True, fullgraph=True, backend="eager")
 
-    module = celo2.torch.step
+    module = celo2.torch.grouping
     found, module._compiled = module._compiled, trace_only
     try:
         check_equal_to_plain(here, (6, 4), Shard(0), compile=True, rule=make_rule(SMALL))
     finally:
         module._compiled = found
     # Between them processes add up what they have: that is not compiled.
-    assert traced == ["absorb", "sums_of_squares", "apply_mlp"], traced
+    assert traced == ["absorb", "run_units"], traced
 
 
 @scenario

@@ -1,108 +1,121 @@
-"""The AdamW that moves what the rule does not: torch's own, at a multiple of the rule's rate."""
+"""The AdamW that moves what the rule does not, at a multiple of the rule's rate.
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+Its arithmetic and its state are in float32 at least, whatever the parameter's dtype, and bounded:
+no finite gradient makes them infinite. Torch's own does neither, and reads its step counts on the
+host.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# Torch has no public names for its foreach operations.
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.nadam import nadam
 
-from celo2.torch.blocks import blocks, part
-from celo2.torch.tensors import aligned, local
-
-FULL_MOMENTUM = 1e3  # a momentum_decay with which NAdam's does not warm up: Adam after Nesterov
-# Elements that torch gets at a time, which bounds the copies of gradients: on a CPU as many as stay
-# in its caches, elsewhere enough to be worth a kernel.
-BATCH, LARGE_BATCH = 2**20, 2**24
+from celo2.rule import ADAM_GRADIENT_LIMIT, LAST_COUNT
+from celo2.torch.blocks import Plan, Stack, default_workspace, part, put, take
+from celo2.torch.moments import find_peak
+from celo2.torch.tensors import Extent, aligned, local
 
 
-class Piece(NamedTuple):
-    """What this process has of a parameter, or a part of that, with its gradient and state."""
+def init_adam_state(param: Tensor) -> dict[str, Tensor]:
+    """Zeros under torch's names, and a count of gradients that were not finite."""
+    dtype, device = torch.promote_types(param.dtype, torch.float32), local(param).device
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+        "skipped": torch.zeros((), dtype=torch.int32, device=device),
+    }
 
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
+
+def restore_adam_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A loaded state as `init_adam_state` makes it; older ones had no count, and torch's dtypes."""
+    new = init_adam_state(param)
+    return {
+        name: state[name].to(zeros.dtype) if name in state else zeros for name, zeros in new.items()
+    }
 
 
 def move_by_adam(
     group: dict[str, Any], lr: float | Tensor, params: list[Tensor], states: list[dict]
 ) -> None:
     """Updates parameters and their states, which are filled when they are empty."""
-    for param, state in zip(params, states, strict=True):
+    kinds: dict[Any, list[tuple[Tensor, dict]]] = {}
+    for i, (param, state) in enumerate(zip(params, states, strict=True)):
         if not state:
-            on = param.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param) for _ in range(2))
-    for batch in _batches(_pieces(params, states)):
-        _move(group, lr, batch)
+            state.update(init_adam_state(param))
+        own = local(param)
+        kind = own.shape, own.dtype, own.device, local(state["exp_avg"]).dtype
+        kinds.setdefault(i if group["foreach"] is False else kind, []).append((param, state))
+    for some in kinds.values():
+        _move_stack(group, lr, *map(list, zip(*some, strict=True)))
 
 
-def _pieces(params: list[Tensor], states: list[dict]) -> Iterator[Piece]:
-    """Parameters of at most a batch, and parts of larger ones: AdamW goes element by element."""
-    for param, state in zip(params, states, strict=True):
-        grad = aligned(param.grad, param)  # all have one
-        whole = [local(x) for x in (param, grad, state["exp_avg"], state["exp_avg_sq"])]
-        *cuts, last = blocks(tuple(whole[0].shape), _limit(whole[0]))
-        for cut in cuts:
-            yield Piece(*[part(x, cut) for x in whole], step=state["step"].clone())
-        yield Piece(*[part(x, last) for x in whole], step=state["step"])
+def _move_stack(
+    group: dict[str, Any], lr: float | Tensor, params: list[Tensor], states: list[dict]
+) -> None:
+    param = Stack([local(param).detach() for param in params])
+    grads = [local(aligned(param.grad, param)) for param in params]
+    grad = Stack(torch._foreach_neg(grads) if group["maximize"] else grads)
+    averages = [Stack([local(s[name]) for s in states]) for name in ("exp_avg", "exp_avg_sq")]
+    device = param.members[0].device
+    plan = Plan(Extent(param.shape), group["workspace"] or default_workspace(device))
+    everywhere = tuple(range(1 - len(param.shape), 0))
 
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in order, a limited number of elements at a time."""
-    batch, size = [], 0
-    for piece in pieces:
-        if batch and size + piece.param.numel() > _limit(piece.param):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.param.numel()
-    if batch:
-        yield batch
-
-
-def _limit(x: Tensor) -> int:
-    return BATCH if x.device.type == "cpu" else LARGE_BATCH
-
-
-def _move(group: dict[str, Any], lr: float | Tensor, batch: list[Piece]) -> None:
-    stored, grads, exp_avgs, exp_avg_sqs, steps = (list(xs) for xs in zip(*batch, strict=True))
-    # In half precision the decay, which torch does first, would be rounded away.
-    params = [_in_full(x) for x in stored] if group["weight_decay"] else stored
     if group["skip_nonfinite"]:
-        # Copies: the gradients are the user's.
-        grads = [torch.nan_to_num(grad, 0.0, 0.0, 0.0) for grad in grads]
-    foreach, capturable = group["foreach"], group["capturable"]
-    mixed = any(new is not old for new, old in zip(params, stored, strict=True))
-    if mixed or (isinstance(lr, Tensor) and not capturable):
-        foreach = False  # torch has no such foreach
+        counts = [s["skipped"] for s in states]
+        bad = (find_peak(grad, everywhere, plan) < torch.inf).logical_not_().flatten()
+        old = torch.stack(counts)
+        torch._foreach_copy_(counts, list((old + (bad & (old < LAST_COUNT))).unbind(0)))
+    steps = [s["step"] for s in states]
+    torch._foreach_add_(steps, 1.0)
+    corrections = _bias_corrections(torch.stack(steps), group["betas"], group["adam_nesterov"])
+    corrections = [x.view(-1, *[1] * len(everywhere)) for x in corrections]
+    for block in plan.blocks(param.shape, 8):
+        own, own_grad, *old = take((param, grad, *averages), block)
+        _move_block(group, lr, own, own_grad, old, [part(x, block) for x in corrections])
+        put((param, *averages), block, (own, *old))
+
+
+def _bias_corrections(
+    steps: Tensor, betas: tuple[float, float], nesterov: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first moment, the gradient that Nesterov adds and the second moment count for."""
+    beta1, beta2 = betas
+    first, second = 1 - beta1**steps, 1 - beta2**steps
+    if not nesterov:
+        return 1 / first, torch.zeros_like(first), second
+    return beta1 / (1 - beta1 ** (steps + 1)), (1 - beta1) / first, second
+
+
+def _move_block(
+    group: dict[str, Any],
+    lr: float | Tensor,
+    param: Tensor,
+    grad: Tensor,
+    averages: list[Tensor],
+    corrections: list[Tensor],
+) -> None:
+    exp_avg, exp_avg_sq = averages
     beta1, beta2 = group["betas"]
-    shared = {
-        "foreach": foreach,
-        "capturable": capturable,
-        "decoupled_weight_decay": True,
-        "beta1": beta1,
-        "beta2": beta2,
-        "lr": group["adam_multiplier"] * lr,
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "maximize": group["maximize"],
-    }
+    grad = grad.to(exp_avg.dtype)
+    if group["skip_nonfinite"]:
+        grad = grad.nan_to_num(0.0, 0.0, 0.0)
+    grad = grad.clamp(-ADAM_GRADIENT_LIMIT, ADAM_GRADIENT_LIMIT)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    of_average, of_grad, of_square = corrections
+    update = exp_avg * of_average
     if group["adam_nesterov"]:
-        # The product of all momenta so far, which NAdam keeps, is a power here.
-        products = [beta1**step for step in steps]
-        sums = exp_avgs, exp_avg_sqs, products, steps
-        nadam(params, grads, *sums, momentum_decay=FULL_MOMENTUM, **shared)
-    else:
-        adam(params, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, **shared)
-    for old, new in zip(stored, params, strict=True):
-        if old is not new:
-            old.copy_(new)
-
-
-def _in_full(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy in float32 of one in half precision."""
-    return x.float() if x.dtype.itemsize < 4 else x
+        update.addcmul_(grad, of_grad)
+    update.div_((exp_avg_sq / of_square).sqrt_().add_(group["eps"]))
+    rate = group["adam_multiplier"] * lr
+    # In half precision the decay, done by itself, would be rounded away.
+    moved = param if param.dtype == update.dtype else param.to(update.dtype)
+    if group["weight_decay"]:
+        moved.mul_(1 - rate * group["weight_decay"])
+    moved.sub_(update.mul_(rate))
+    if moved is not param:
+        torch._foreach_copy_([param], [moved])

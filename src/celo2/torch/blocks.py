@@ -1,17 +1,29 @@
-"""Large tensors in blocks that fit a cache, and sums over tensors of which a process has a part."""
+"""Equal tensors as one array, worked on in blocks whose temporaries fit a workspace."""
+
+# pyright: reportPrivateImportUsage=false
+# Torch has no public names for its foreach operations.
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from celo2.routing import MATRIX
+from celo2.torch.tensors import Extent
 
-BLOCK = 2**16  # elements
+# Bytes. A step is taken when activations are gone, so an accelerator has room to spare; on a CPU
+# the blocks should stay in a core's cache.
+ACCELERATOR_WORKSPACE, CPU_WORKSPACE = 2**30, 2**22
+FLOAT = 4  # bytes
+
 Block = tuple[slice, ...]
 Fuse = Callable[[Callable], Callable]
+
+
+def default_workspace(device: torch.device) -> int:
+    """The bytes that the temporaries of a step may take on a device."""
+    return CPU_WORKSPACE if device.type == "cpu" else ACCELERATOR_WORKSPACE
 
 
 def as_it_is(function: Callable) -> Callable:
@@ -19,20 +31,91 @@ def as_it_is(function: Callable) -> Callable:
     return function
 
 
-def blocks(shape: tuple[int, ...], limit: int = BLOCK, *, whole: bool = False) -> Iterator[Block]:
-    """Slices of the leading axes that cut a tensor of this shape into blocks in memory order.
+class Stack:
+    """Equal tensors as one array (members, batch…, ·, ·) that is only ever made in blocks."""
 
-    One block, the whole, where it is small or a compiler makes loops of its own.
-    """
-    if whole or torch.compiler.is_compiling() or math.prod(shape) <= limit:
+    def __init__(self, members: Sequence[Tensor]):
+        self.members = members
+        self.shape = (len(members), *members[0].shape)
+
+    def cut(self, block: Block) -> list[Tensor]:
+        """What a block has of each member that it reaches."""
+        members = self.members[block[0]] if block else self.members
+        return [part(member, block[1:]) for member in members]
+
+
+def take(stacks: Sequence[Stack], block: Block) -> list[Tensor]:
+    """A block of each stack, as a view of a single member or as a copy of several."""
+    cuts = [stack.cut(block) for stack in stacks]
+    if len(cuts[0]) == 1:
+        return [cut[0].unsqueeze(0) for cut in cuts]
+    return list(torch.stack(sum(cuts, [])).unflatten(0, (len(cuts), -1)).unbind(0))
+
+
+def put(stacks: Sequence[Stack], block: Block, values: Sequence[Tensor]) -> None:
+    """Writes changed blocks back; a view of a single member was changed where it is."""
+    cuts = [stack.cut(block) for stack in stacks]
+    if len(cuts[0]) > 1:
+        own = [x for value in values for x in value.unbind(0)]
+        torch._foreach_copy_(sum(cuts, []), own)
+
+
+class Plan(NamedTuple):
+    """How a stack is stepped; nothing here but the policies changes a number."""
+
+    extent: Extent  # of the stack
+    workspace: int  # bytes
+    skip_nonfinite: bool = True
+    hold_unused: bool = True
+    newton_schulz_dtype: torch.dtype | None = None
+    fuse: Fuse = as_it_is  # what compiles a function of a block
+
+    @property
+    def compiles(self) -> bool:
+        return self.fuse is not as_it_is or torch.compiler.is_compiling()
+
+    def blocks(self, shape: tuple[int, ...], floats: int) -> Iterator[Block]:
+        """Blocks of which each element takes so many floats of temporaries.
+
+        A compiler gets whole members: it makes loops of its own and keeps no temporaries.
+        """
+        limit = self.workspace // (FLOAT * floats)
+        if self.compiles:
+            limit = max(limit, math.prod(shape[1:]))
+        return blocks(shape, limit)
+
+
+def blocks(shape: tuple[int, ...], limit: int) -> Iterator[Block]:
+    """Slices of the leading axes that cut an array into blocks of at most `limit` elements."""
+    if math.prod(shape) <= limit:
         yield ()
         return
     inner = math.prod(shape[1:])
     step = max(1, limit // inner)
+    # As even as possible: a small rest takes as many operations as a full block.
+    step = -(-shape[0] // -(-shape[0] // step))
     for start in range(0, shape[0], step):
-        rest = blocks(shape[1:], limit) if step == 1 else ((),)
+        rest = blocks(shape[1:], limit) if inner > max(1, limit) else ((),)
         for block in rest:
-            yield (slice(start, start + step), *block)
+            yield (slice(start, min(start + step, shape[0])), *block)
+
+
+class Sums:
+    """What is added up, block by block, for the slices of a stack."""
+
+    def __init__(self, combine: Callable[..., Tensor] = torch.add):
+        self.combine = combine
+        self.total: Any = None
+
+    def add(self, block: Block, found: Tensor, shape: Sequence[int], stacked: bool = False) -> None:
+        """Takes in what was found in a block; `shape` is that of the total."""
+        if not block:
+            self.total = found
+            return
+        if self.total is None:
+            self.total = found.new_zeros(tuple(shape))
+        own = part(self.total, block, stacked=stacked)
+        self.combine(own, found, out=own)
 
 
 def part(x: Tensor, block: Block, *, stacked: bool = False) -> Tensor:
@@ -40,103 +123,7 @@ def part(x: Tensor, block: Block, *, stacked: bool = False) -> Tensor:
 
     `stacked` arrays have one axis more in front.
     """
-    if not block:
-        return x
-    shape = x.shape[1:] if stacked else x.shape
-    index = [slice(None) if n == 1 else cut for n, cut in zip(shape, block, strict=False)]
-    return x[(slice(None), *index) if stacked else tuple(index)]
-
-
-class Extent(NamedTuple):
-    """How large a viewed tensor is as a whole, and who has the rest of it."""
-
-    shape: tuple[int, ...]
-    shards: "Shards | None" = None
-
-    def total(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The sums of all processes that share the tensor, from each one's own over `axes`."""
-        return x if self.shards is None else self.shards.reduce(x, axes, "sum")
-
-    def mean(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The mean over `axes` from this process's sums."""
-        size = 1
-        for axis in axes:  # in a form that torch.compile can follow
-            size *= self.shape[axis]
-        return self.total(x, axes) / size
-
-    def largest(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The largest of all processes' values, infinite if one of them is NaN."""
-        return x if self.shards is None else self.shards.reduce(x, axes, "max")
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Whole matrices from this process's part."""
-        return x if self.shards is None else self.shards.gather(x, self.shape)
-
-    def own(self, x: Tensor) -> Tensor:
-        """This process's part of whole matrices."""
-        return x if self.shards is None else self.shards.own(x, self.shape)
-
-
-class Split(NamedTuple):
-    """How one dimension of a device mesh splits a viewed tensor."""
-
-    axis: int | None  # counted from the end; None: its processes have the same
-    strides: int = 0  # how a tensor that another dimension splits first is cut; 0: in one piece
-
-
-class Shards:
-    """A viewed tensor whose axes are split over the processes of a device mesh."""
-
-    def __init__(self, mesh, splits: list[Split]):
-        """`splits` has one for each dimension of the mesh."""
-        self.mesh, self.splits = mesh, splits
-
-    def placements(self, ndim: int, reduced: tuple[int, ...] = ()) -> list:
-        """How an array of this rank lies on the mesh, if it is split where the tensor is."""
-        from torch.distributed.tensor import Replicate, Shard
-
-        placements = []
-        for axis, strides in self.splits:
-            if axis is None or axis in reduced:
-                placements.append(Replicate())
-            elif strides:
-                # Private, but what fully_shard makes of a tensor that is already split.
-                from torch.distributed.tensor.placement_types import _StridedShard
-
-                placements.append(_StridedShard(axis + ndim, split_factor=strides))
-            else:
-                placements.append(Shard(axis + ndim))
-        return placements
-
-    def reduce(self, x: Tensor, axes: tuple[int, ...], operation: str) -> Tensor:
-        import torch.distributed as dist
-
-        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-        for dim, split in enumerate(self.splits):
-            if split.axis in axes:
-                # NaN has no place in an order: it goes as an infinity.
-                x = x.nan_to_num(nan=math.inf, posinf=math.inf) if operation == "max" else x
-                x = x.contiguous()
-                dist.all_reduce(x, operations[operation], self.mesh.get_group(dim))
-        return x
-
-    def gather(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Whole matrices; a batch of them stays split, and then nothing is sent."""
-        whole = self.placements(x.ndim, MATRIX)
-        return self.as_dtensor(x, shape).redistribute(placements=whole).to_local()
-
-    def own(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The inverse of `gather`."""
-        whole = self.as_dtensor(x, shape, MATRIX)
-        return whole.redistribute(placements=self.placements(x.ndim)).to_local()
-
-    def as_dtensor(self, x: Tensor, shape: tuple[int, ...], reduced: tuple[int, ...] = ()):
-        """This process's part as a DTensor of the whole `shape`."""
-        from torch.distributed.tensor import DTensor
-
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        placements = self.placements(len(shape), reduced)
-        x = x.contiguous()
-        return DTensor.from_local(
-            x, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+    for axis, cut in enumerate(block, start=int(stacked)):
+        if x.shape[axis] != 1:
+            x = x.narrow(axis, cut.start, cut.stop - cut.start)
+    return x

@@ -1,9 +1,15 @@
 """What the rule remembers of a tensor's gradients, and how a new gradient changes it.
 
-Every array here is in its matrix view, (batch…, …, …) with the matrix last, where a vector is a
-single row; it keeps the axes it was reduced over with length 1. All of them are updated in place.
+A parameter's entry in the optimizer's state has plain tensors under names that stay the same. A
+step works on the entries of a stack of equal parameters together, each in its matrix view
+(batch…, ·, ·), where a vector is a single row; what was reduced over an axis keeps it with
+length 1. All of it is updated in place.
 """
 
+# pyright: reportPrivateImportUsage=false
+# Torch has no public names for its foreach operations.
+
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,19 +17,33 @@ from torch import Tensor
 
 from celo2.routing import MATRIX, Axes
 from celo2.rule import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT, RuleConfig
-from celo2.torch.blocks import Extent, Fuse, as_it_is, blocks, part
+from celo2.torch.blocks import Plan, Stack, Sums, part, put, take
+from celo2.torch.tensors import Frame, from_view, is_view, local, to_view
+
+STATISTICS, COUNTS = ("rows", "cols", "running_rms"), ("moves", "skipped")
+DECAYS_FIRST = ("rows", "cols")
 
 
 class Moments(NamedTuple):
-    """The accumulators of one viewed tensor, or of a stack of tensors of one shape."""
+    """The accumulators of a stack of viewed tensors."""
 
-    momentum: tuple[Tensor, ...]
-    rms: Tensor
+    momentum: tuple[Stack, ...]
+    rms: Stack
     rows: Tensor  # factored second moments, (decays, …); a vector keeps its whole ones here
     cols: Tensor
     running_rms: Tensor  # mean RMS of the updates so far, for the rolling norms
-    moves: Tensor  # steps in which the slice moved: 0 until its first non-zero gradient
-    skipped: Tensor  # steps left out because the gradient was not finite
+    counts: (
+        Tensor  # two in front: `moves`, steps in which a slice moved, 0 until its first non-zero
+    )
+    # gradient, and `skipped`, steps left out because the gradient was not finite
+
+    @property
+    def moves(self) -> Tensor:
+        return self.counts.select(0, 0)
+
+
+def momentum_names(config: RuleConfig) -> list[str]:
+    return [f"momentum_{i}" for i in range(len(config.momentum_decays))]
 
 
 def small_shapes(config: RuleConfig, axes: Axes, shape: tuple[int, ...]) -> dict[str, tuple]:
@@ -32,56 +52,133 @@ def small_shapes(config: RuleConfig, axes: Axes, shape: tuple[int, ...]) -> dict
     def reduced(over: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(1 if i - len(shape) in over else n for i, n in enumerate(shape))
 
-    def stacked(over: tuple[int, ...]) -> tuple[int, ...]:
-        return (len(config.factored_decays), *reduced(over))
+    shapes = {name: reduced(over) for name, over in _reduced(axes).items()}
+    return shapes | {name: (len(config.factored_decays), *shapes[name]) for name in DECAYS_FIRST}
 
-    return {
-        "rows": stacked(axes.rows),
-        "cols": stacked(axes.cols),
-        "running_rms": reduced(MATRIX),
-        "moves": reduced(axes.slice),
-        "skipped": reduced(axes.slice),
+
+def _reduced(axes: Axes) -> dict[str, tuple[int, ...]]:
+    """The axes that each small accumulator was reduced over."""
+    counts = dict.fromkeys(COUNTS, axes.slice)
+    return {"rows": axes.rows, "cols": axes.cols, "running_rms": MATRIX} | counts
+
+
+def init_moments(
+    config: RuleConfig, frame: Frame, param: Tensor, momentum_dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """A state of zeros: momenta and `rms` stored as the parameter is, the rest in its view."""
+    dtypes = {name: momentum_dtype or torch.float32 for name in momentum_names(config)}
+    state = {
+        name: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        for name, dtype in (dtypes | {"rms": torch.float32}).items()
     }
+    shapes = small_shapes(config, frame.axes, frame.extent.shape)
+    shards = frame.extent.shards
+    own = small_shapes(config, frame.axes, tuple(to_view(local(param), frame.view).shape))
+    for name, shape in shapes.items():
+        dtype = torch.int32 if name in COUNTS else torch.float32
+        zeros = torch.zeros(own[name], dtype=dtype, device=local(param).device)
+        if shards is not None:
+            zeros = shards.as_dtensor(zeros, shape, _reduced(frame.axes)[name])
+        state[name] = zeros
+    return state
+
+
+def view_moments(config: RuleConfig, frame: Frame, states: Sequence[dict[str, Tensor]]) -> Moments:
+    """This process's part of the states of equal parameters, viewed as one."""
+
+    def large(name: str) -> Stack:
+        return Stack([to_view(local(state[name]), frame.view) for state in states])
+
+    small = {
+        name: torch.stack([local(state[name]) for state in states], int(name in DECAYS_FIRST))
+        for name in STATISTICS
+    }
+    counts = torch.stack([local(state[name]) for name in COUNTS for state in states])
+    counts = counts.unflatten(0, (len(COUNTS), -1))
+    return Moments(tuple(map(large, momentum_names(config))), large("rms"), **small, counts=counts)
+
+
+def store_moments(
+    config: RuleConfig, frame: Frame, states: Sequence[dict[str, Tensor]], moments: Moments
+) -> None:
+    """Writes to the states what `view_moments` had to copy."""
+    names = (*momentum_names(config), "rms")
+    for name, stack in zip(names, (*moments.momentum, moments.rms), strict=True):
+        for state, new in zip(states, stack.members, strict=True):
+            old = local(state[name])
+            if not is_view(old, frame.view):
+                old.copy_(from_view(new, frame.view, old.shape))
+    small = [getattr(moments, name).unbind(int(name in DECAYS_FIRST)) for name in STATISTICS]
+    for names, new in ((STATISTICS, small), (COUNTS, map(Tensor.unbind, moments.counts))):
+        # Together where they have one dtype.
+        old = [local(state[name]) for name in names for state in states]
+        torch._foreach_copy_(old, [x for some in new for x in some])
 
 
 def update_moments(
-    config: RuleConfig,
-    axes: Axes,
-    grad: Tensor,
-    moments: Moments,
-    extent: Extent,
-    *,
-    skip_nonfinite: bool = True,
-    hold_unused: bool = True,
-    fuse: Fuse = as_it_is,
-) -> tuple[Tensor, Tensor]:
-    """Takes the gradient in; whether each slice's gradient is finite, and whether it moves.
+    config: RuleConfig, axes: Axes, grad: Stack, moments: Moments, plan: Plan
+) -> Tensor:
+    """Takes the gradients in; which slices move.
 
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
     gradient does not move; the published code does neither.
     """
-    peak = extent.largest(_peak(grad, axes.slice), axes.slice)  # NaN and Inf come through
-    finite = peak.isfinite() if skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
-    moving = finite & ((moments.moves > 0) | (peak > 0)) if hold_unused else finite
-    keep = finite.float()
-    over = (axes.rows, axes.cols) if axes.matrix else (axes.rows,)
-    factored = (moments.rows, moments.cols)[: len(over)]  # of a vector the column is not used
-    if axes.matrix:
-        # Whichever is the largest: one compiled loop serves both cases.
-        over, factored = in_order(axes, *over), in_order(axes, *factored)
-    means = [torch.zeros_like(x[0]) for x in factored]
-    for block in blocks(grad.shape, whole=fuse is not as_it_is):
-        large = (part(x, block) for x in (grad, finite, keep, moments.rms))
-        momentum = [part(m, block) for m in moments.momentum]
-        for mean, total in zip(means, fuse(absorb)(config, over, *large, momentum), strict=True):
-            part(mean, block).add_(total)
-    for axis, mean, old in zip(over, means, factored, strict=True):
-        mean = extent.mean(mean, axis)
+    peak = plan.extent.largest(find_peak(grad, axes.slice, plan), axes.slice)
+    finite, moving = find_moving(peak, moments, plan)
+    rates = find_rates(config, finite)
+    over = in_order(axes, axes.rows, axes.cols) if axes.matrix else (axes.rows,)
+    factored = in_order(axes, moments.rows, moments.cols) if axes.matrix else (moments.rows,)
+    large = (*moments.momentum, moments.rms)
+    absorbing = plan.fuse(absorb)
+    sums = [Sums() for _ in over]
+    for block in plan.blocks(grad.shape, len(large) + 4):
+        own, *old = take((grad, *large), block)
+        decays = (*config.momentum_decays, config.rms_decay)
+        own_rates = [part(rates[decay], block) for decay in decays]
+        totals = absorbing(over, plan.skip_nonfinite, own, old, own_rates)
+        for sum_, total, like in zip(sums, totals, factored, strict=True):
+            sum_.add(block, total, like.shape[1:])
+        put(large, block, old)
+    update_factored(config, axes, [sum_.total for sum_ in sums], rates, moments, plan)
+    count_moves(moments, moving, finite)
+    return moving
+
+
+def find_moving(peak: Tensor, moments: Moments, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Which slices have finite gradients and which move, from the gradients' largest values."""
+    finite = peak < torch.inf if plan.skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
+    if not plan.hold_unused:
+        return finite, finite
+    return finite, finite & ((moments.moves > 0) | (peak > 0))
+
+
+def find_rates(config: RuleConfig, finite: Tensor) -> dict[float, Tensor]:
+    """How much of a gradient a moment takes in, by the moment's decay: nothing if not finite."""
+    decays = {*config.momentum_decays, config.rms_decay, *config.factored_decays}
+    finite = finite.float()  # whatever the default dtype is
+    return {decay: (1 - decay) * finite for decay in decays}
+
+
+def update_factored(
+    config: RuleConfig,
+    axes: Axes,
+    sums: Sequence[Tensor],
+    rates: Mapping[float, Tensor],
+    moments: Moments,
+    plan: Plan,
+) -> None:
+    """Takes sums of squared gradients, in the order of the axes summed over, into rows and cols."""
+    over = in_order(axes, axes.rows, axes.cols) if axes.matrix else (axes.rows,)
+    factored = in_order(axes, moments.rows, moments.cols) if axes.matrix else (moments.rows,)
+    for axis, total, old in zip(over, sums, factored, strict=True):
+        mean = plan.extent.mean(total, axis) + FACTORED_FLOOR
         for decay, moment in zip(config.factored_decays, old, strict=True):
-            _decay(moment, mean, (1 - decay) * keep)
-    _count(moments.moves, moving)
-    _count(moments.skipped, ~finite)
-    return finite, moving
+            moment.lerp_(mean, rates[decay])
+
+
+def count_moves(moments: Moments, moving: Tensor, finite: Tensor) -> None:
+    happened = torch.stack([moving, finite.logical_not()])
+    moments.counts.add_(happened & (moments.counts < LAST_COUNT))
 
 
 def in_order(axes: Axes, rows: Any, cols: Any) -> tuple[Any, Any]:
@@ -90,36 +187,44 @@ def in_order(axes: Axes, rows: Any, cols: Any) -> tuple[Any, Any]:
 
 
 def absorb(
-    config: RuleConfig,
     reductions: tuple[tuple[int, ...], ...],
+    skip_nonfinite: bool,
     grad: Tensor,
-    finite: Tensor,
-    keep: Tensor,
-    rms: Tensor,
-    momentum: list[Tensor],
+    moments: list[Tensor],
+    rates: list[Tensor],
 ) -> list[Tensor]:
-    """Takes a block of the gradient into the large moments; sums of its squares over axes."""
-    grad = clean_gradient(grad, finite)
-    for decay, old in zip(config.momentum_decays, momentum, strict=True):
-        _decay(old, grad, (1 - decay) * keep)
+    """Takes a block of gradients into momenta and `rms`; sums of their squares over axes."""
+    grad = clean_gradient(grad, skip_nonfinite)
+    for old, rate in zip(moments[:-1], rates, strict=False):
+        _decay(old, grad, rate)
     square = grad.square()
-    _decay(rms, square, (1 - config.rms_decay) * keep)
-    square = square + FACTORED_FLOOR
+    _decay(moments[-1], square, rates[-1])
     return [square.sum(over, keepdim=True) if over else square for over in reductions]
 
 
-def clean_gradient(grad: Tensor, finite: Tensor) -> Tensor:
-    """The gradient in float32 within ±1000, so that no square overflows; 0 where not finite."""
-    grad = grad.float().clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT)
-    return grad.where(finite, 0.0)
+def clean_gradient(grad: Tensor, skip_nonfinite: bool, out: Tensor | None = None) -> Tensor:
+    """The gradient in float32 within ±1000, so that no square overflows.
+
+    Where slices that are not finite are skipped, nothing of them may be NaN: 0 · NaN is NaN.
+    """
+    grad = torch.clamp(grad.float(), -GRADIENT_LIMIT, GRADIENT_LIMIT, out=out)
+    if not skip_nonfinite:
+        return grad
+    return grad.nan_to_num(0.0) if out is None else grad.nan_to_num_(0.0)
 
 
-def _peak(grad: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The largest absolute value."""
-    if grad.numel() == 0:  # an empty shard of a tensor that is not
-        shape = [1 if i - grad.ndim in axes else n for i, n in enumerate(grad.shape)]
-        return grad.new_zeros(shape, dtype=torch.float32)
-    return torch.maximum(grad.amax(axes, True), -grad.amin(axes, True)).float()
+def find_peak(grad: Stack, axes: tuple[int, ...], plan: Plan) -> Tensor:
+    """The largest absolute value over axes; infinite or NaN where an element is."""
+    ndim = len(grad.shape)
+    shape = [1 if i - ndim in axes else n for i, n in enumerate(grad.shape)]
+    first = grad.members[0]
+    if first.numel() == 0:  # an empty shard of a tensor that is not
+        return torch.zeros(shape, dtype=torch.float32, device=first.device)
+    peak = Sums(torch.maximum)
+    for block in plan.blocks(grad.shape, 8):
+        (cut,) = take((grad,), block)
+        peak.add(block, cut.abs().amax(axes, True).float(), shape)
+    return peak.total
 
 
 def _decay(old: Tensor, new: Tensor, rate: Tensor) -> None:
@@ -127,8 +232,4 @@ def _decay(old: Tensor, new: Tensor, rate: Tensor) -> None:
     if old.dtype == new.dtype:
         old.lerp_(new, rate)
     else:
-        old.copy_(old.float().lerp_(new, rate))
-
-
-def _count(count: Tensor, happened: Tensor) -> None:
-    count.add_(happened & (count < LAST_COUNT))
+        torch._foreach_copy_([old], [old.float().lerp_(new, rate)])

@@ -1,7 +1,10 @@
 """The rule as a `torch.optim.Optimizer`."""
 
+# pyright: reportPrivateImportUsage=false
+# Torch has no public names for its foreach operations.
+
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +14,8 @@ from celo2.routing import Explanation, MatrixView, Overrides
 from celo2.rule import ADAM_MULTIPLIER, Rule
 from celo2.rulefile import as_rule, digest
 from celo2.torch.adam import move_by_adam
-from celo2.torch.groups import (
+from celo2.torch.grouping import Member, Options, move
+from celo2.torch.modules import (
     Params,
     check_gradients,
     check_names,
@@ -24,12 +28,18 @@ from celo2.torch.groups import (
     route_group,
     unpack_route,
 )
-from celo2.torch.loading import load_state
-from celo2.torch.state import init_state
-from celo2.torch.step import Job, Options, move
-from celo2.torch.tensors import aligned, frame_of, full_precision
+from celo2.torch.moments import init_moments
+from celo2.torch.state import load_state
+from celo2.torch.tensors import aligned, frame_of, full_precision, local
 
 CPU = torch.device("cpu")
+
+
+class Skipped(NamedTuple):
+    """Gradients that were not finite, in steps of tensors (of a stack: of its matrices)."""
+
+    rule: int  # left alone
+    adam: int  # their elements taken as zeros
 
 
 class Celo2(torch.optim.Optimizer):
@@ -52,14 +62,18 @@ class Celo2(torch.optim.Optimizer):
             matches counts.
         published: follow the authors' code to the letter: the last two axes of what JAX would
             store are the matrix, non-finite gradients go in, tensors without gradients drift.
-        skip_nonfinite: leave a matrix alone for a step whose gradient is not finite, and count it
-            in `skipped`; for AdamW such elements are zeros. Default: not `published`.
+        skip_nonfinite: leave a matrix alone for a step whose gradient is not finite; for AdamW
+            such elements are zeros. `skipped()` counts both. Default: not `published`.
         hold_unused: keep a matrix still until its first non-zero gradient. Default: as above.
         momentum_dtype: of the stored momenta; bfloat16 makes 16 bytes of state per parameter 10.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         maximize: ascend instead.
-        foreach: False updates every tensor by itself; else small ones of one shape go together.
-        capturable: for CUDA graphs: AdamW's step counts stay on the device.
+        foreach: False updates every tensor by itself; else those of one shape go together.
+        capturable: as torch has it; here every step can be captured in a CUDA graph.
+        workspace: bytes that the temporaries of a step may take beside one tensor's update: 1 GiB
+            by default, on a CPU 4 MiB, which its caches hold.
+        kernel: "triton" for fused kernels on matrices, "eager" for torch's operations. Default: the
+            former on CUDA, where Triton is installed and nothing is compiled.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
 
     Example:
@@ -94,6 +108,8 @@ class Celo2(torch.optim.Optimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        workspace: int | None = None,
+        kernel: str | None = None,
         compile: bool = False,
     ):
         self._rules: dict[str, Rule] = {}
@@ -118,6 +134,8 @@ class Celo2(torch.optim.Optimizer):
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
+            "workspace": workspace,
+            "kernel": kernel,
         }
         check_settings(defaults)
         check_patterns(self._overrides)
@@ -175,35 +193,39 @@ class Celo2(torch.optim.Optimizer):
         for group in self.param_groups:
             check_gradients(group)
         for group in self.param_groups:
-            jobs, vectors = [], []
+            members, others = [], []
             for i, param in enumerate(group["params"]):
                 if param.grad is None or param.numel() == 0:
                     continue
                 route = unpack_route(group["routes"][i])
                 if route.updater == "adam":
-                    vectors.append(param)
+                    others.append(param)
                 else:
-                    jobs.append(self._job(group, param, route.view))
+                    members.append(self._member(group, param, route.view))
             lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-            move_by_adam(group, lr, vectors, [self.state[param] for param in vectors])
-            self._move_by_rule(group, lr, jobs)
+            # A parameter that is given twice is moved once.
+            others = list({id(param): param for param in others}.values())
+            members = list({id(member.param): member for member in members}.values())
+            move_by_adam(group, lr, others, [self.state[param] for param in others])
+            self._move_by_rule(group, lr, members)
         return loss
 
-    def _job(self, group: dict[str, Any], param: Tensor, view: MatrixView) -> Job:
+    def _member(self, group: dict[str, Any], param: Tensor, view: MatrixView) -> Member:
         frame = frame_of(param, view)
         state = self.state[param]
         if not state:
             config = self._rules[group["rule"]].config
-            state.update(init_state(config, frame, param, group["momentum_dtype"]))
-        grad = aligned(param.grad, param)
-        return Job(param, -grad if group["maximize"] else grad, frame, state)
+            state.update(init_moments(config, frame, param, group["momentum_dtype"]))
+        return Member(param, aligned(param.grad, param), frame, state)
 
-    def _move_by_rule(self, group: dict[str, Any], lr: float | Tensor, jobs: list[Job]) -> None:
+    def _move_by_rule(
+        self, group: dict[str, Any], lr: float | Tensor, members: list[Member]
+    ) -> None:
         settings = {name: group[name] for name in Options._fields if name not in ("lr", "compile")}
         options = Options(lr=lr, compile=self._compile, **settings)
-        by_device: dict[torch.device, list[Job]] = {}
-        for job in jobs:
-            by_device.setdefault(job.param.device, []).append(job)
+        by_device: dict[torch.device, list[Member]] = {}
+        for member in members:
+            by_device.setdefault(member.param.device, []).append(member)
         for device, some in by_device.items():
             config = self._rules[group["rule"]].config
             with full_precision(device):
@@ -212,8 +234,24 @@ class Celo2(torch.optim.Optimizer):
     def _weights_on(self, rule: str, device: torch.device) -> dict[str, Tensor]:
         if (rule, device) not in self._weights:
             weights = self._weights[rule, CPU]
-            self._weights[rule, device] = {k: w.to(device) for k, w in weights.items()}
+            moved = {k: torch.empty_like(w, device=device) for k, w in weights.items()}
+            torch._foreach_copy_(list(moved.values()), list(weights.values()))
+            self._weights[rule, device] = moved
         return self._weights[rule, device]
+
+    def skipped(self) -> Skipped:
+        """How often gradients were not finite so far; it waits for the device.
+
+        The rule leaves a matrix alone for such a step; AdamW takes such elements as zeros. Of a
+        sharded parameter, AdamW counts what this process has of it.
+        """
+        counts = {"rule": 0, "adam": 0}
+        for state in self.state.values():
+            if "skipped" in state:
+                counts["adam" if "exp_avg" in state else "rule"] += int(
+                    local(state["skipped"]).sum()
+                )
+        return Skipped(**counts)
 
     def explain(self) -> Explanation:
         """A printable table of who updates each parameter, why, and how it is seen."""

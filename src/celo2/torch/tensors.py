@@ -7,8 +7,101 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from celo2.routing import Axes, MatrixView, axes_of
-from celo2.torch.blocks import Extent, Shards, Split
+from celo2.routing import MATRIX, Axes, MatrixView, axes_of
+
+
+class Extent(NamedTuple):
+    """How large a viewed tensor is as a whole, and who has the rest of it."""
+
+    shape: tuple[int, ...]
+    shards: "Shards | None" = None
+
+    def total(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The sums of all processes that share the tensor, from each one's own over `axes`."""
+        return x if self.shards is None else self.shards.reduce(x, axes, "sum")
+
+    def mean(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The mean over `axes` from this process's sums."""
+        size = 1
+        for axis in axes:  # in a form that torch.compile can follow
+            size *= self.shape[axis]
+        return self.total(x, axes) / size
+
+    def largest(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The largest of all processes' values, infinite if one of them is NaN."""
+        return x if self.shards is None else self.shards.reduce(x, axes, "max")
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Whole matrices from this process's part."""
+        return x if self.shards is None else self.shards.gather(x, self.shape)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This process's part of whole matrices."""
+        return x if self.shards is None else self.shards.own(x, self.shape)
+
+
+class Split(NamedTuple):
+    """How one dimension of a device mesh splits a viewed tensor."""
+
+    axis: int | None  # counted from the end; None: its processes have the same
+    strides: int = 0  # how a tensor that another dimension splits first is cut; 0: in one piece
+
+
+class Shards(NamedTuple):
+    """A viewed tensor whose axes are split over the processes of a device mesh."""
+
+    mesh: Any
+    splits: tuple[Split, ...]  # one for each dimension of the mesh
+
+    def placements(self, ndim: int, reduced: tuple[int, ...] = ()) -> list:
+        """How an array of this rank lies on the mesh, if it is split where the tensor is."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements = []
+        for axis, strides in self.splits:
+            if axis is None or axis in reduced:
+                placements.append(Replicate())
+            elif strides:
+                # Private, but what fully_shard makes of a tensor that is already split.
+                from torch.distributed.tensor.placement_types import _StridedShard
+
+                placements.append(_StridedShard(axis + ndim, split_factor=strides))
+            else:
+                placements.append(Shard(axis + ndim))
+        return placements
+
+    def reduce(self, x: Tensor, axes: tuple[int, ...], operation: str) -> Tensor:
+        import torch.distributed as dist
+
+        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+        for dim, split in enumerate(self.splits):
+            if split.axis in axes:
+                # NaN has no place in an order: it goes as an infinity.
+                x = x.nan_to_num(nan=math.inf, posinf=math.inf) if operation == "max" else x
+                x = x.contiguous()
+                dist.all_reduce(x, operations[operation], self.mesh.get_group(dim))
+        return x
+
+    def gather(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Whole matrices; a batch of them stays split, and then nothing is sent."""
+        whole = self.placements(x.ndim, MATRIX)
+        return self.as_dtensor(x, shape).redistribute(placements=whole).to_local()
+
+    def own(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The inverse of `gather`."""
+        whole = self.as_dtensor(x, shape, MATRIX)
+        return whole.redistribute(placements=self.placements(x.ndim)).to_local()
+
+    def as_dtensor(self, x: Tensor, shape: tuple[int, ...], reduced: tuple[int, ...] = ()):
+        """This process's part as a DTensor of the whole `shape`."""
+        from torch.distributed.tensor import DTensor
+
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        placements = self.placements(len(shape), reduced)
+        x = x.contiguous()
+        return DTensor.from_local(
+            x, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
 
 class Frame(NamedTuple):
@@ -82,6 +175,16 @@ def from_view(x: Tensor, view: MatrixView, stored: torch.Size) -> Tensor:
     return x.permute(sorted(range(len(stored)), key=view.order.__getitem__))
 
 
+def is_view(x: Tensor, view: MatrixView) -> bool:
+    """Whether `to_view` shares the memory of `x`, which has the folded axes in a row."""
+    for folded in (view.rows, view.columns):
+        axes = [axis for axis in folded if x.shape[axis] != 1]
+        for axis, behind in zip(axes, axes[1:], strict=False):
+            if x.stride(axis) != x.stride(behind) * x.shape[behind]:
+                return x.numel() == 0
+    return True
+
+
 def _is_stored(view: MatrixView) -> bool:
     """Whether the view has the stored axes as they are."""
     single = len(view.rows) == len(view.columns) == 1
@@ -113,7 +216,7 @@ def _shards_of(param: Any, view: MatrixView) -> Shards | None:
                     f"whose axis {axis} is split unevenly over {parts[axis]} processes; shard it "
                     "along another axis, or pad it."
                 )
-    return Shards(param.device_mesh, splits)
+    return Shards(param.device_mesh, tuple(splits))
 
 
 def _viewed_axis(axis: int, view: MatrixView, shape: tuple[int, ...]) -> int:

@@ -1,5 +1,10 @@
-"""From features to an update: the MLP, the update form, orthogonalization, the output norm."""
+"""From features to an update: the MLP, the update form, Newton–Schulz, the output norm."""
 
+# pyright: reportPrivateImportUsage=false
+# Torch has no public names for its foreach operations.
+
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,162 +12,210 @@ import torch
 from torch import Tensor
 
 from celo2.routing import MATRIX, Axes
-from celo2.rule import CLIP_RMS, EPSILON, MAGNITUDE_SCALE, RuleConfig
-from celo2.torch.blocks import Block, Extent, Fuse, as_it_is, blocks, part
+from celo2.rule import (
+    CLIP_RMS,
+    EPSILON,
+    MAGNITUDE_SCALE,
+    NEWTON_SCHULZ,
+    NEWTON_SCHULZ_EPSILON,
+    NEWTON_SCHULZ_STEPS,
+    RuleConfig,
+)
+from celo2.torch.blocks import Plan, Stack, Sums, part
 from celo2.torch.features import (
     Inputs,
-    build_planes,
+    build_features,
     build_stripes,
-    factored_scales,
+    make_inputs,
+    plane_count,
     split_first_layer,
+    sum_squares,
 )
 from celo2.torch.moments import Moments, in_order
-from celo2.torch.newton_schulz import newton_schulz
+from celo2.torch.tensors import Extent
 
 Weights = Mapping[str, Tensor]
+Layers = list[tuple[Tensor, Tensor]]
+
+
+def tensor_update(
+    weights: Weights,
+    config: RuleConfig,
+    axes: Axes,
+    param: Stack,
+    grad: Stack,
+    moments: Moments,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """The updates of a stack of viewed tensors and their new `running_rms` (Algorithm 1).
+
+    `moments` have taken the gradients in.
+    """
+    inputs = make_inputs(axes, param, grad, moments, plan.extent)
+    layer = normalize_inputs(weights, config, axes, inputs, moments, plan)
+    outputs = apply_mlp(weights, config, axes, layer, inputs, plan)
+    return finish_update(config, axes, outputs, moments, plan)
+
+
+def finish_update(
+    config: RuleConfig, axes: Axes, outputs: Sequence[Tensor], moments: Moments, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """The update that the MLP's outputs give, and its new `running_rms`."""
+    update = FORMS[config.form](*outputs, plan.extent)
+    if config.orthogonalize and axes.matrix:
+        whole = newton_schulz(plan.extent.gathered(update), dtype=plan.newton_schulz_dtype)
+        update = plan.extent.own(whole).float()
+    return normalize(config.norm, update, moments, plan.extent)
 
 
 class FirstLayer(NamedTuple):
     """The MLP's first layer with each column's normaliser multiplied in."""
 
-    factors: tuple[Tensor, ...]  # of `Inputs`, which the columns are made of
     kernel: Tensor  # for the planes, (columns · hidden units, batch…, 1, 1)
     offsets: list[Tensor]  # (hidden units, …): row features with the bias, and column features
 
 
-def tensor_update(
-    config: RuleConfig,
-    weights: Weights,
-    axes: Axes,
-    inputs: Inputs,
-    layer: FirstLayer,
-    extent: Extent,
-    newton_schulz_dtype: torch.dtype | None = None,
-    fuse: Fuse = as_it_is,
-) -> Tensor:
-    """One viewed tensor's update before its norm: steps 5 to 7 of Algorithm 1."""
-    channels = 1 if config.form == "d" else 2
-
-    def outputs(block: Block) -> Sequence[Tensor]:
-        kernel, *offsets = (part(x, block, stacked=True) for x in (layer.kernel, *layer.offsets))
-        cut = inputs.cut(block)
-        return fuse(apply_mlp)(weights, kernel, offsets, cut, axes.matrix, channels)
-
-    shape = inputs.grad.shape
-    cuts = list(blocks(shape, whole=fuse is not as_it_is))
-    if len(cuts) == 1:
-        planes = outputs(cuts[0])
-    else:
-        planes = inputs.grad.new_empty((channels, *shape), dtype=torch.float32)
-        for block in cuts:
-            for plane, found in zip(planes, outputs(block), strict=True):
-                part(plane, block).copy_(found)
-    update = FORMS[config.form](*planes, extent)
-    if config.orthogonalize and axes.matrix:
-        update = extent.own(newton_schulz(extent.gathered(update), dtype=newton_schulz_dtype))
-    return update
-
-
 def normalize_inputs(
-    config: RuleConfig,
-    weights: Weights,
-    axes: Axes,
-    param: Tensor,
-    grad: Tensor,
-    finite: Tensor,
-    moments: Moments,
-    extent: Extent,
-    fuse: Fuse = as_it_is,
+    weights: Weights, config: RuleConfig, axes: Axes, inputs: Inputs, moments: Moments, plan: Plan
 ) -> FirstLayer:
-    """The first layer for a tensor whose moments have taken the gradient in: step 4."""
-    factors = factored_scales(axes, moments, extent)
-    inputs = Inputs(param, grad, finite, moments.rms, moments.momentum, factors)
+    """The first layer for inputs whose columns are divided by their root mean squares."""
+    shape = inputs.grad.shape
+    squares = Sums()
+    squared = inputs._replace(factors=tuple(f.square() for f in inputs.factors))
+    for block in plan.blocks(shape, 3 * len(inputs.momentum) + 6):
+        found = sum_squares(squared.cut(block), axes.matrix, plan.skip_nonfinite)
+        squares.add(block, found, (len(found), *shape[:-2], 1, 1), stacked=True)
+    return fold_normalizers(weights, config, axes, squares.total, moments, plan)
+
+
+def fold_normalizers(
+    weights: Weights, config: RuleConfig, axes: Axes, squares: Tensor, moments: Moments, plan: Plan
+) -> FirstLayer:
+    """The first layer from the sums of squares of all planes, (columns, batch…, 1, 1)."""
     parts = split_first_layer(config, weights["w0"], axes.matrix)
-    squares = grad.new_zeros((len(parts[0]), *grad.shape[:-2], 1, 1), dtype=torch.float32)
-    for block in blocks(grad.shape, whole=fuse is not as_it_is):
-        found = fuse(sums_of_squares)(inputs.cut(block), axes.matrix)
-        part(squares, block, stacked=True).add_(found)
-    kernel = _normalized(parts[0], extent.mean(squares, MATRIX)).flatten(0, 1)
-    bias = weights["b0"].view(-1, *[1] * grad.ndim)
+    kernel = _normalized(parts[0], plan.extent.mean(squares, MATRIX)).flatten(0, 1)
+    bias = weights["b0"].view(-1, *[1] * (squares.ndim - 1))
     if not axes.matrix:
-        return FirstLayer(factors, kernel, [bias])
+        return FirstLayer(kernel, [bias])
     offsets = []
     both = (axes.rows, axes.cols)
     for layer, stripes, reduced in zip(parts[1:], build_stripes(moments), both, strict=True):
-        # Not `in`: under torch.compile it is wrong for numbers that may change.
-        kept = tuple([a for a in MATRIX if a != reduced[0]])
-        squares = extent.mean(stripes.square().sum(MATRIX, keepdim=True), kept)
-        offsets.append((_normalized(layer, squares) * stripes[:, None]).sum(0))
+        kept = tuple(axis for axis in MATRIX if axis not in reduced)
+        squares = plan.extent.mean(stripes.square().sum(MATRIX, keepdim=True), kept)
+        offsets.append((_normalized(layer, squares) * stripes.unsqueeze(1)).sum(0))
     first, second = in_order(axes, *offsets)
-    return FirstLayer(factors, kernel, [first + bias, second])
-
-
-def sums_of_squares(inputs: Inputs, matrix: bool) -> Tensor:
-    """Of every plane, (columns, batch…, 1, 1)."""
-    planes = build_planes(inputs, matrix)
-    if torch.compiler.is_compiling() or planes[0].ndim > 2:
-        return torch.stack([plane.square().sum(MATRIX, keepdim=True) for plane in planes])
-    dots = [torch.dot(plane.flatten(), plane.flatten()) for plane in planes]
-    return torch.stack(dots)[:, None, None]
+    return FirstLayer(kernel, [first + bias, second])
 
 
 def _normalized(layer: Tensor, mean_square: Tensor) -> Tensor:
     """(columns, hidden units, batch…, 1, 1)."""
     layer = layer.view(*layer.shape, *[1] * (mean_square.ndim - 1))
-    return layer * (mean_square + EPSILON).rsqrt()[:, None]
+    return layer * (mean_square + EPSILON).rsqrt().unsqueeze(1)
 
 
 def apply_mlp(
-    weights: Weights,
+    weights: Weights, config: RuleConfig, axes: Axes, layer: FirstLayer, inputs: Inputs, plan: Plan
+) -> Sequence[Tensor]:
+    """The MLP's outputs that the form needs: direction, then magnitude."""
+    shape = inputs.grad.shape
+    layers = layers_of(weights, config)
+    outputs = weights["w0"].new_empty((len(layers[-1][1]), *shape)).unbind(0)
+    output = outputs[0]
+    width = max(config.hidden)
+    planes = max(plane_count(config, axes.matrix), width)
+    copies = 0 if shape[0] == 1 else len(inputs.momentum) + 3
+    cuts = list(plan.blocks(shape, planes + width + copies))
+    if plan.compiles:
+        run = plan.fuse(run_units)
+    else:
+        largest = max(part(output, cut).numel() for cut in cuts)
+        room = output.new_empty(planes * largest), output.new_empty(width * largest)
+        run = functools.partial(run_products, room)
+    for cut in cuts:
+        kernel, *offsets = (part(x, cut, stacked=True) for x in (layer.kernel, *layer.offsets))
+        found = run(layers, kernel, offsets, inputs.cut(cut), axes.matrix, plan.skip_nonfinite)
+        torch._foreach_copy_([part(output, cut) for output in outputs], list(found))
+    return outputs
+
+
+def layers_of(weights: Weights, config: RuleConfig) -> Layers:
+    """The layers after the first; the last one has the outputs that the form needs."""
+    layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(1, len(weights) // 2)]
+    channels = 1 if config.form == "d" else 2
+    weight, bias = layers.pop()
+    return [*layers, (weight.narrow(1, 0, channels), bias.narrow(0, 0, channels))]
+
+
+def run_units(
+    layers: Layers,
     kernel: Tensor,
     offsets: list[Tensor],
     inputs: Inputs,
     matrix: bool,
-    channels: int,
-) -> Sequence[Tensor]:
-    """The MLP's first `channels` outputs: direction, then magnitude.
-
-    A compiler gets every hidden unit as a plane of its own and makes one loop of them all;
-    without one, a layer is a product of matrices.
-    """
-    planes = build_planes(inputs, matrix)
-    layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(1, len(weights) // 2)]
-    layers[-1] = layers[-1][0][:, :channels], layers[-1][1][:channels]
-    run = _unit_by_unit if torch.compiler.is_compiling() else _by_products
-    return run(planes, kernel.unflatten(0, (len(planes), -1)), offsets, layers)
-
-
-def _unit_by_unit(planes, kernel, offsets, layers) -> list[Tensor]:
+    skip_nonfinite: bool,
+) -> list[Tensor]:
+    """The MLP of a block with a plane for every hidden unit: a compiler makes one loop of it."""
+    planes = build_features(inputs, matrix, skip_nonfinite)
     units = []
-    for h, column in enumerate(kernel.unbind(1)):
-        unit: Any = sum(offset[h] for offset in offsets)
+    for h, column in enumerate(kernel.unflatten(0, (len(planes), -1)).unbind(1)):
+        unit: Any = sum(offset.select(0, h) for offset in offsets)
         for weight, plane in zip(column.unbind(0), planes, strict=True):
             unit = unit + weight * plane
         units.append(unit)
     for layer, bias in layers:
-        inputs = [unit.relu() for unit in units]
+        values = [unit.relu() for unit in units]
         units = []
         for column, unit in zip(layer.unbind(1), bias.unbind(0), strict=True):
-            for weight, plane in zip(column.unbind(0), inputs, strict=True):
+            for weight, plane in zip(column.unbind(0), values, strict=True):
                 unit = unit + weight * plane
             units.append(unit)
     return units
 
 
-def _by_products(planes, kernel, offsets, layers) -> tuple[Tensor, ...]:
-    matrix = planes[0].shape[-2:]
-    kernel = kernel.flatten(-2).squeeze(-1).movedim((1, 0), (-2, -1))  # (batch…, units, columns)
-    units = kernel @ torch.stack(planes, dim=-3).flatten(-2)
-    units = units.unflatten(-1, matrix)  # (batch…, units, ·, ·)
-    for offset in offsets:
-        units += offset.movedim(0, -3)
+def run_products(
+    room: tuple[Tensor, Tensor],
+    layers: Layers,
+    kernel: Tensor,
+    offsets: list[Tensor],
+    inputs: Inputs,
+    matrix: bool,
+    skip_nonfinite: bool,
+) -> tuple[Tensor, ...]:
+    """The MLP of a block with a product of matrices for every layer.
+
+    Planes and hidden units take turns in the two parts of `room`.
+    """
+    *batch, rows, columns = inputs.grad.shape
+    size, width = rows * columns, offsets[0].shape[0]
+    kernel = kernel.flatten(-2).squeeze(-1).unflatten(0, (-1, width))
+    kernel = kernel.movedim((1, 0), (-2, -1)).flatten(0, -3)  # (batch, units, planes)
+    count, _, planes = kernel.shape
+    first, second = room
+    out = _shaped(first, *batch, planes, rows, columns)
+    features = build_features(inputs, matrix, skip_nonfinite, out)
+    assert isinstance(features, Tensor)
+    units = _shaped(second, count, width, size)
+    offset = offsets[0].flatten(1).unsqueeze(0)  # a vector's bias
+    if matrix:
+        offset = units
+        torch.add(
+            *(x.movedim(0, -3) for x in offsets), out=units.view(*batch, width, rows, columns)
+        )
+    torch.baddbmm(offset, kernel, features.view(count, planes, size), out=units)
     for layer, bias in layers:
-        units = (layer.mT @ units.relu_().flatten(-2)).add_(bias[:, None])
-        units = units.unflatten(-1, matrix)
-    return units.unbind(-3)
+        hidden = units.relu_()
+        units = _shaped(first, count, layer.shape[1], size)
+        torch.baddbmm(bias.view(1, -1, 1), layer.mT.expand(count, -1, -1), hidden, out=units)
+        first, second = second, first
+    return units.view(*batch, units.shape[1], rows, columns).unbind(-3)
 
 
-# Each takes the direction, the magnitude if it needs one, and the tensor's extent.
+def _shaped(room: Tensor, *shape: int) -> Tensor:
+    """The beginning of a flat tensor as one of this shape."""
+    return room.narrow(0, 0, math.prod(shape)).view(shape)
+
+
+# Each takes the direction, the magnitude if it needs one, and the stack's extent.
 FORMS: dict[str, Callable[..., Tensor]] = {
     "d": lambda d, extent: d,
     "d_exp_m": lambda d, m, extent: d * torch.exp(MAGNITUDE_SCALE * m),
@@ -172,10 +225,60 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def rms(update: Tensor, extent: Extent) -> Tensor:
-    """The root mean square of each slice."""
-    norm = torch.linalg.vector_norm(update, dim=MATRIX, keepdim=True)
-    return (extent.mean(norm.square(), MATRIX) + EPSILON).sqrt()
+def newton_schulz(
+    x: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Pushes the singular values of `x` towards 1, over its last two axes; the result in `dtype`.
+
+    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough.
+    """
+    # Transposed where rows > columns: the Gram matrix is then the smaller one.
+    if x.shape[-2] > x.shape[-1]:
+        return newton_schulz(x.mT, steps, dtype).mT
+    norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
+    y = (x / (norm + NEWTON_SCHULZ_EPSILON)).to(dtype or x.dtype)
+    # One matrix is multiplied as such: as a stack of one, y yᵀ takes up to 1.4 times as long.
+    single = y.shape[:-2].numel() == 1
+    y = y.reshape(y.shape[-2:] if single else (-1, *y.shape[-2:]))
+    multiply_add = torch.addmm if single else torch.baddbmm
+    if y.shape[-1] >= 2 * y.shape[-2]:
+        y = _gram_polynomial(y @ y.mT, steps, multiply_add) @ y
+    else:
+        a, b, c = NEWTON_SCHULZ
+        for _ in range(steps):
+            gram = y @ y.mT
+            factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
+            y = multiply_add(y, factor, y, beta=a)
+    return y.view(x.shape)
+
+
+def _gram_polynomial(gram: Tensor, steps: int, multiply_add: Callable[..., Tensor]) -> Tensor:
+    """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
+
+    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
+    multiply the small matrices and touch y only once more.
+    """
+    a, b, c = NEWTON_SCHULZ
+
+    def factor_of(gram: Tensor) -> Tensor:
+        factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        return factor
+
+    total = factor = factor_of(gram)
+    for _ in range(steps - 1):
+        gram = factor @ gram @ factor
+        factor = factor_of(gram)
+        total = factor @ total
+    return total
+
+
+def normalize(norm: str, update: Tensor, moments: Moments, extent: Extent) -> tuple[Tensor, Tensor]:
+    """The update scaled in place, slice by slice, and the new `running_rms`."""
+    length = torch.linalg.vector_norm(update, dim=MATRIX, keepdim=True)
+    size = (extent.mean(length.square(), MATRIX) + EPSILON).sqrt()
+    scale, running_rms = NORMS[norm](size, moments)
+    return update.mul_(scale), running_rms
 
 
 def _mean_rms(size: Tensor, moments: Moments) -> Tensor:

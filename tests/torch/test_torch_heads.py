@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from test_torch_routing import LINEAR, RULE, TABLE, ConvNet, lines, updaters
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from celo2.routing import MatrixView, vector_view
 from celo2.torch import Celo2
-from test_torch_routing import LINEAR, RULE, TABLE, ConvNet, lines, updaters
 
 HEAD = "output head"
 

@@ -14,7 +14,6 @@ import reference_parts
 from celo2.routing import MatrixView, default_view, published_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
-from celo2.torch.blocks import blocks
 from conftest import golden_folder
 from small import SMALL, make_rule
 from test_reference import GOLDEN, golden_config, golden_weights
@@ -149,9 +148,11 @@ def test_policies_can_be_switched_off():
     check_parity(SMALL, atol=5e-4, skip_nonfinite=False, hold_unused=False)
 
 
-def test_large_tensors_are_worked_in_blocks_with_the_same_result(monkeypatch):
-    monkeypatch.setattr(blocks, "__defaults__", (7,))
-    check_parity(dataclasses.replace(SMALL, norm="rolling_norm"), atol=5e-4, foreach=False)
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("workspace", [1, 2000])
+def test_workspace_does_not_change_the_result(workspace, foreach):
+    config = dataclasses.replace(SMALL, norm="rolling_norm")
+    check_parity(config, atol=5e-4, foreach=foreach, workspace=workspace)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -107,13 +107,12 @@ def test_nonfinite_gradient_goes_in_where_the_policy_is_off(policy):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("foreach", [True, False])
-def test_tensors_are_cut_into_pieces_with_the_same_result(monkeypatch, foreach, nesterov):
+def test_tensors_are_cut_into_pieces_with_the_same_result(foreach, nesterov):
     start, grads = torch.randn(5, 4), [torch.randn(5, 4) for _ in range(3)]
     found, options = [], {"foreach": foreach, "adam_nesterov": nesterov, "weight_decay": 0.1}
-    for size in (2**20, 7):
-        monkeypatch.setattr("celo2.torch.adam.BATCH", size)
+    for workspace in (None, 100):
         params = [nn.Parameter(x.clone()) for x in (start, start[0], start[:, 0])]
-        optimizer = Celo2([{"params": params, "updater": "adam"}], **options)
+        optimizer = Celo2([{"params": params, "updater": "adam"}], workspace=workspace, **options)
         for grad in grads:
             for param, own in zip(params, (grad, grad[0], grad[:, 0]), strict=True):
                 param.grad = own.clone()
@@ -134,3 +133,69 @@ def test_weight_decay_reaches_weights_in_half_precision(foreach):
     # Without it the mean stays at 1.5; with it, it falls by 20 · 8 · RATE · 0.1 of that.
     assert found[torch.bfloat16] == pytest.approx(found[torch.float32], abs=5e-3)
     assert found[torch.bfloat16] < 1.485
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, 1e19),
+        (torch.float32, 3e38),
+        (torch.bfloat16, 1e38),
+        (torch.float16, 6e4),
+        (torch.float16, 6e-8),
+    ],
+)
+def test_no_finite_gradient_makes_anything_infinite(dtype, size, nesterov):
+    bias = nn.Parameter(torch.linspace(-1, 1, 5).to(dtype))
+    start = bias.detach().clone()
+    optimizer = Celo2([("bias", bias)], RATE, adam_nesterov=nesterov)
+    moved = steps_of(optimizer, bias, [torch.full((5,), size, dtype=dtype)] * 5)
+    state = optimizer.state[bias]
+    assert moved.isfinite().all() and (moved < start).all()
+    assert all(x.isfinite().all() for x in state.values())
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    assert optimizer.skipped() == (0, 0)
+
+
+def test_nonfinite_gradients_of_both_branches_are_counted_and_shown():
+    params = {"kernel": nn.Parameter(torch.ones(3, 4)), "bias": nn.Parameter(torch.ones(4))}
+    optimizer = Celo2(list(params.items()), RATE)
+    for bad in (("kernel",), ("bias",), ("kernel", "bias"), ("bias",), ()):
+        for name, param in params.items():
+            param.grad = torch.full_like(param, torch.inf if name in bad else 1.0)
+        optimizer.step()
+    assert optimizer.skipped() == (2, 3)
+    assert optimizer.skipped().rule == 2 and optimizer.skipped().adam == 3
+    other = Celo2(list(params.items()), RATE)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.skipped() == (2, 3)
+
+
+def test_state_of_an_older_version_is_taken_up():
+    bias = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = Celo2([("bias", bias)], RATE)
+    steps_of(optimizer, bias, [torch.ones(4, dtype=torch.bfloat16)])
+    saved = optimizer.state_dict()
+    del saved["state"][0]["skipped"]
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].bfloat16()
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[bias]
+    assert state["skipped"] == 0 and state["exp_avg"].dtype == torch.float32
+    steps_of(optimizer, bias, [torch.ones(4, dtype=torch.bfloat16)])
+    assert state["step"] == 2
+
+
+def test_parameter_given_twice_is_warned_of_and_moved_once():
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))]
+    twice, once = ([(f"{i}", p) for i, p in enumerate(some)] for some in (params * 2, params))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        first = Celo2(twice, RATE)
+    found = []
+    for optimizer in (first, Celo2(once, RATE)):
+        for param in params:
+            param.data.fill_(1.0)
+            param.grad = torch.linspace(1, 2, param.numel()).view(param.shape)
+        optimizer.step()
+        found.append([param.detach().clone() for param in params])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

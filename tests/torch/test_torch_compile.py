@@ -40,7 +40,7 @@ def trace_only(monkeypatch):
     def compiled(function):
         return torch.compile(function, dynamic=True, fullgraph=True, backend="eager")
 
-    monkeypatch.setattr("celo2.torch.step._compiled", compiled)
+    monkeypatch.setattr("celo2.torch.grouping._compiled", compiled)
 
 
 @pytest.mark.usefixtures("trace_only")
