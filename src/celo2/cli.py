@@ -141,7 +141,7 @@ def _later(module: str, function: str) -> Callable[[], Callable[..., Any]]:
 COMMANDS = {
     "meta-train": Command("make a rule", _later("meta_train", "main"), reads_arguments=True),
     "status": Command("show how far a meta-training run is", _later("status", "status")),
-    "plot": Command("draw a meta-training run or a sweep", _later("plot", "plot")),
+    "plot": Command("draw a meta-training run or a sweep", _later("report", "plot")),
     "try": Command("try a rule on held-out problems", _later("try_rule", "try_rule")),
     "run": Command("train a task with an optimizer", _later("run", "run")),
     "sweep": Command("compare optimizers: the runs of a recipe", _later("sweep", "sweep")),

@@ -1,7 +1,5 @@
 """Runs that go wrong, and tasks of one's own."""
 
-import itertools
-
 import pytest
 from tiny_runs import TINY, newest, of_kind, run, shared_programs, tiny
 
@@ -13,7 +11,6 @@ from celo2.metatrain import (
     metatrain,
     status,
 )
-from celo2.runs import checkpoint
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
@@ -45,26 +42,6 @@ def test_checkpoints_wait_while_a_run_is_stuck(tmp_path, monkeypatch):
     assert (first["iteration"], first["fatal"]) == (1, False)
     assert (last["iteration"], last["fatal"]) == (11, True)
     assert newest(tmp_path / "run").iteration == 0
-
-
-def test_failed_saves_are_reported_and_end_the_run_only_if_they_go_on(tmp_path, monkeypatch):
-    save, calls = checkpoint.save, itertools.count(1)
-
-    def full_disk(*arguments):
-        if next(calls) in failing:
-            raise OSError(28, "No space left on device")
-        save(*arguments)
-
-    monkeypatch.setattr(checkpoint, "save", full_disk)
-    failing = (2, 3)
-    rows = run(tmp_path / "a", checkpoint_every=3)
-    warnings = of_kind(rows, "warning")
-    assert [row["iteration"] for row in warnings] == [3, 6]
-    assert "No space left on device" in warnings[0]["cause"]
-    assert newest(tmp_path / "a").iteration == 12
-    calls, failing = itertools.count(1), range(2, 10)
-    with pytest.raises(OSError, match="the newest is of iteration 0"):
-        run(tmp_path / "b", checkpoint_every=3)
 
 
 def test_own_task_is_meta_trained(tmp_path, monkeypatch):

@@ -196,8 +196,7 @@ def _focus(axes: Axes, points: Sequence[Point], higher: bool) -> None:
 
 
 def _plain(axis: Axis, values: Sequence[float]) -> None:
-    """Ticks of a logarithmic axis as plain numbers, in each decade as many as these values leave
-    room for."""
+    """Ticks of a logarithmic axis as plain numbers, in each decade as many as fit."""
     ratio = max(values) / min(values)
     subs = next(subs for most, subs in TICKS if ratio < most)
     axis.set_major_locator(LogLocator(subs=subs))

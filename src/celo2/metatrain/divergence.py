@@ -60,8 +60,8 @@ def inspect(
 ) -> tuple[Streaks, list[Trouble]]:
     """What is wrong with the iterations that end with number `last`.
 
-    `weights` is how many the rule has. A streak is told once, at a tenth of the patience, and is
-    fatal at its end, but for an idle one; what cannot heal is fatal at once.
+    `weights` is how many the rule has. A streak is reported once, at a tenth of the patience, and
+    is fatal at its end, but for an idle one; what cannot heal is fatal at once.
     """
     troubles: list[Trouble] = []
     first = last - len(metrics.loss) + 1

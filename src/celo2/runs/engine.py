@@ -299,8 +299,8 @@ def _save(run: _Run, last: bool = False) -> Iterator[Row]:
     if run.failures >= (1 if last else FAILED_SAVES):
         _close(run)
         raise OSError(
-            f"Checkpoints cannot be saved; the newest is of {run.job.count} {run.saved}. Make room "
-            f"in {run.folder.path} and continue with --resume."
+            f"Checkpoints cannot be saved; the newest is of {run.job.count} {run.saved}. Free some "
+            f"space for {run.folder.path} and continue with --resume."
         )
 
 
