@@ -264,5 +264,5 @@ def test_rules_of_one_config_share_a_compiled_program(tmp_path, monkeypatch):
     assert len(program._programs) == 1 and scores[0] != scores[1]
     train(tmp_path / "shipped", small("celo2"))
     assert len(program._programs) == 1
-    train(tmp_path / "nesterov", small("celo2-nesterov"))
+    train(tmp_path / "adam", small("celo2-adam"))
     assert len(program._programs) == 2

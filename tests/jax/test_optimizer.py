@@ -1,6 +1,7 @@
 """`celo2` and `celo2_base`: who gets which update, at which rate and with which decay."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from celo2.jax import celo2, celo2_base, explain, optimizer, scale_by_celo2
 from celo2.routing import MatrixView
+from celo2.rule import ADAM_MULTIPLIER
 from rules import SMALL, SMALL_BASE, make_rule, normal_tree, train
 
 RULE = make_rule()
@@ -24,6 +26,9 @@ def close(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-8), x, y)
 
 
+PLAIN_ADAM = {"adam_learning_rate": 3e-3, "adam_nesterov": False}  # its first step is ±3e-3
+
+
 def split(tree):
     """The matrices and the rest."""
     return (
@@ -32,15 +37,16 @@ def split(tree):
     )
 
 
-def test_celo2_is_the_rule_on_matrices_and_adamw_on_the_rest():
-    tx = celo2(1e-3, rule=RULE, weight_decay=0.1, adam_learning_rate=3e-3)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_celo2_is_the_rule_on_matrices_and_adamw_on_the_rest(nesterov):
+    tx = celo2(1e-3, rule=RULE, weight_decay=0.1, adam_learning_rate=3e-3, adam_nesterov=nesterov)
     updates, _, _ = train(tx, PARAMS, GRADS)
 
     matrices, rest = split(PARAMS)
     by_rule = optax.chain(
         scale_by_celo2(RULE), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3)
     )
-    by_adam = optax.adamw(3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    by_adam = optax.adamw(3e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, nesterov=nesterov)
     expected_matrices, _, _ = train(by_rule, matrices, [split(g)[0] for g in GRADS])
     expected_rest, _, _ = train(by_adam, rest, [split(g)[1] for g in GRADS])
     for update, by_rule, by_adam in zip(updates, expected_matrices, expected_rest, strict=True):
@@ -57,23 +63,24 @@ def test_base_takes_every_tensor_but_single_elements():
     rule = make_rule(SMALL_BASE)
     params = PARAMS | {"temperature": jnp.ones(()), "gain": jnp.ones((1, 1))}
     grads = GRADS[0] | {"temperature": jnp.ones(()), "gain": jnp.ones((1, 1))}
-    (update,), _, _ = train(celo2_base(1e-3, rule=rule), params, [grads])
+    (update,), _, _ = train(celo2_base(1e-3, rule=rule, adam_nesterov=False), params, [grads])
     (expected,), _, _ = train(scale_by_celo2(rule), PARAMS, GRADS[:1])
     close({k: update[k] for k in PARAMS}, jax.tree.map(lambda u: -1e-3 * u, expected))
     for name in ("temperature", "gain"):
-        assert float(update[name].item()) == pytest.approx(-0.008)  # Adam's first step
+        assert float(update[name].item()) == pytest.approx(-1e-3 * ADAM_MULTIPLIER)
 
 
 @pytest.mark.parametrize("rate", [1e-3, optax.linear_schedule(1e-3, 0.0, 2)])
-def test_adam_learns_eight_times_faster_by_default(rate):
-    def eight(count):
-        return 8 * (rate(count) if callable(rate) else rate)
+def test_adam_learns_faster_by_its_multiplier(rate):
+    def faster(count):
+        return ADAM_MULTIPLIER * (rate(count) if callable(rate) else rate)
 
-    ours, _, _ = train(celo2(rate, rule=RULE), PARAMS, GRADS)
-    given, _, _ = train(celo2(rate, rule=RULE, adam_learning_rate=eight), PARAMS, GRADS)
+    make = partial(celo2, rate, rule=RULE, adam_nesterov=False)
+    ours, _, _ = train(make(), PARAMS, GRADS)
+    given, _, _ = train(make(adam_learning_rate=faster), PARAMS, GRADS)
     for x, y in zip(ours, given, strict=True):
         close(x, y)
-    assert np.abs(ours[0]["bias"]).max() == pytest.approx(0.008, rel=1e-3)
+    assert np.abs(ours[0]["bias"]).max() == pytest.approx(1e-3 * ADAM_MULTIPLIER, rel=1e-3)
 
 
 def test_schedule_scales_each_step():
@@ -107,7 +114,7 @@ def test_weight_decay_follows_its_mask_and_each_branch_s_rate(mask):
     tx = celo2(1e-3, rule=RULE, weight_decay=0.1, weight_decay_mask=mask)
     (decayed,), _, _ = train(tx, PARAMS, GRADS[:1])
     (plain,), _, _ = train(celo2(1e-3, rule=RULE), PARAMS, GRADS[:1])
-    rates = {"hidden": 1e-3, "bias": 8e-3}
+    rates = {"hidden": 1e-3, "bias": 1e-3 * ADAM_MULTIPLIER}
     for name in SHAPES:
         expected = -rates.get(name, 0.0) * 0.1 * PARAMS[name]
         np.testing.assert_allclose(decayed[name] - plain[name], expected, atol=1e-8)
@@ -121,7 +128,9 @@ def test_weight_decay_mask_may_be_a_prefix_of_the_tree():
     (update,), _, _ = train(plain, params, [params])
     difference = jax.tree.map(lambda x, y: x - y, decayed, update)
     np.testing.assert_allclose(difference["a"]["w"], -1e-4 * params["a"]["w"], atol=1e-8)
-    np.testing.assert_allclose(difference["a"]["b"], -8e-4 * params["a"]["b"], atol=1e-8)
+    np.testing.assert_allclose(
+        difference["a"]["b"], -1e-4 * ADAM_MULTIPLIER * params["a"]["b"], atol=1e-8
+    )
     np.testing.assert_allclose(difference["c"]["w"], 0, atol=1e-8)
 
 
@@ -134,9 +143,10 @@ def test_rms_scale_multiplies_the_rule_alone():
 @pytest.mark.parametrize("as_function", [True, False])
 def test_adam_mask_decides_alone(as_function):
     mask = {name: name == "hidden" for name in SHAPES}
-    tx = celo2(1e-3, rule=RULE, adam_mask=(lambda _: mask) if as_function else mask)
+    mask_or_function = (lambda _: mask) if as_function else mask
+    tx = celo2(1e-3, rule=RULE, adam_mask=mask_or_function, **PLAIN_ADAM)
     (update,), _, _ = train(tx, PARAMS, GRADS[:1])
-    np.testing.assert_allclose(np.abs(update["hidden"]), 0.008, rtol=1e-3)
+    np.testing.assert_allclose(np.abs(update["hidden"]), 3e-3, rtol=1e-3)
     for name in ("mlp", "bias", "embed", "lm_head"):
         assert np.sqrt(np.mean(update[name] ** 2)) == pytest.approx(1e-3, rel=1e-5), name
 
@@ -144,9 +154,9 @@ def test_adam_mask_decides_alone(as_function):
 def test_overrides_choose_updater_and_view():
     view = MatrixView((), (1,), (0,))
     overrides = {"^hidden": "adam", "embed": "rule", "mlp": view}
-    tx = celo2(1e-3, rule=RULE, overrides=overrides)
+    tx = celo2(1e-3, rule=RULE, overrides=overrides, **PLAIN_ADAM)
     (update,), _, _ = train(tx, PARAMS, GRADS[:1])
-    np.testing.assert_allclose(np.abs(update["hidden"]), 0.008, rtol=1e-3)
+    np.testing.assert_allclose(np.abs(update["hidden"]), 3e-3, rtol=1e-3)
     turned = {name: {"mlp": tree["mlp"].T} for name, tree in (("p", PARAMS), ("g", GRADS[0]))}
     (expected,), _, _ = train(scale_by_celo2(RULE), turned["p"], [turned["g"]])
     close(update["mlp"], -1e-3 * expected["mlp"].T)

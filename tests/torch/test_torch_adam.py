@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import celo2.jax
+from celo2.rule import ADAM_MULTIPLIER
 from celo2.torch import Celo2
 
 RATE, STEPS = 1e-3, 12
@@ -68,7 +69,7 @@ def test_nesterov_s_momentum_can_be_switched_on_for_a_saved_state():
     m, corrections = 0.9 * 0.1 * grads[0] + 0.1 * grads[1], (1 - 0.9**2, 1 - 0.9**3)
     v = (0.95 * 0.05 * grads[0] ** 2 + 0.05 * grads[1] ** 2) / (1 - 0.95**2)
     ahead = 0.1 * grads[1] / corrections[0] + 0.9 * m / corrections[1]
-    expected = before.numpy() - 8 * RATE * ahead / (np.sqrt(v) + 1e-8)
+    expected = before.numpy() - ADAM_MULTIPLIER * RATE * ahead / (np.sqrt(v) + 1e-8)
     np.testing.assert_allclose(bias.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
@@ -128,7 +129,9 @@ def test_weight_decay_reaches_weights_in_half_precision(foreach):
         torch.manual_seed(0)
         bias = nn.Parameter(torch.linspace(1, 2, 4096).bfloat16().to(dtype))
         grads = [torch.randn(4096).bfloat16().to(dtype) for _ in range(20)]
-        optimizer = Celo2([("bias", bias)], RATE, weight_decay=0.1, foreach=foreach)
+        optimizer = Celo2(
+            [("bias", bias)], RATE, weight_decay=0.1, adam_multiplier=8, foreach=foreach
+        )
         found[dtype] = steps_of(optimizer, bias, grads).float().mean().item()
     # Without it the mean stays at 1.5; with it, it falls by 20 · 8 · RATE · 0.1 of that.
     assert found[torch.bfloat16] == pytest.approx(found[torch.float32], abs=5e-3)

@@ -49,15 +49,16 @@ class Variant(NamedTuple):
     rule: str
     rms_scale: float = 1.0
     adam_multiplier: float | None = ADAM_MULTIPLIER
-    nesterov: bool = False
+    nesterov: bool = True
 
 
 VARIANTS = {
     "celo2": Variant("celo2"),
     "celo2-base": Variant("celo2-base", adam_multiplier=None),
     # The paper's: steps of AdamW's size, and one rate for both.
-    "celo2-rms0.2": Variant("celo2", rms_scale=0.2, adam_multiplier=1.0),
-    "celo2-nesterov": Variant("celo2", nesterov=True),  # the Adam that optax's Muon has
+    "celo2-rms0.2": Variant("celo2", rms_scale=0.2, adam_multiplier=1.0, nesterov=False),
+    "celo2-adam": Variant("celo2", nesterov=False),  # the paper's AdamW beside the rule
+    "celo2-nesterov": Variant("celo2"),  # what celo2 is; the name that older records have
 }
 
 
@@ -98,7 +99,7 @@ class RunConfig:
 
     Args:
         task: a name of celo2.tasks.TASKS, or `module:function`, which makes a celo2.tasks.Task.
-        optimizer: celo2, celo2-base, celo2-rms0.2, celo2-nesterov, adamw, muon, sgd, lion, a rule
+        optimizer: celo2, celo2-base, celo2-rms0.2, celo2-adam, adamw, muon, sgd, lion, a rule
             file, an hf:// address, or `module:function`, called with (schedule, weight_decay).
         label: the optimizer's name in tables; the optimizer itself by default.
         learning_rate: the highest of the schedule.
@@ -110,7 +111,7 @@ class RunConfig:
         warmup: the fraction of all updates over which it first rises from zero.
         clip: the global norm above which gradients are scaled down; None never does.
         adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
-            `learning_rate`; by default 8 for rules, 1 for Muon and for celo2-rms0.2.
+            `learning_rate`; by default 5 for rules, 1 for Muon and for celo2-rms0.2.
         b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
         precision: of the model's arithmetic; parameters and optimizer stay float32.
         remat: compute activations again in the backward pass rather than keep them all; for

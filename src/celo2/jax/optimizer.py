@@ -306,7 +306,7 @@ def celo2(
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
     adam_eps: float = 1e-8,
-    adam_nesterov: bool = False,
+    adam_nesterov: bool = True,
     adam: optax.GradientTransformation | None = None,
     adam_mask: Mask | None = None,
     overrides: Overrides | None = None,
@@ -326,9 +326,10 @@ def celo2(
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         weight_decay_mask: a tree of booleans, or a function of the params that returns one.
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
-        adam_learning_rate: AdamW's rate or schedule; 8 times `learning_rate` by default.
+        adam_learning_rate: AdamW's rate or schedule; 5 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
-        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
+        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
+            False is the paper's.
         adam: a transformation to use in place of `optax.scale_by_adam` with these settings. It
             gets parameters and gradients in float32 as that does, the gradients within ±1e18.
         adam_mask: a tree of booleans, True where AdamW updates, or a function of the params

@@ -57,7 +57,8 @@ class Celo2(torch.optim.Optimizer):
         rms_scale: a factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
         adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
-        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as optax's Muon has it.
+        adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
+            False is the paper's.
         overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
             matches counts.
         published: follow the authors' code to the letter: the last two axes of what JAX would
@@ -98,7 +99,7 @@ class Celo2(torch.optim.Optimizer):
         adam_multiplier: float = ADAM_MULTIPLIER,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        adam_nesterov: bool = False,
+        adam_nesterov: bool = True,
         overrides: Overrides | None = None,
         published: bool = False,
         skip_nonfinite: bool | None = None,
