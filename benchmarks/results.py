@@ -81,15 +81,15 @@ def fill(page: str, name: str, text: str) -> str:
 def table(sweep: Sweep, task: str) -> str:
     """Every optimizer at its best, in Markdown."""
     entries = in_order(sweep.tasks[task])
-    metric, _ = metric_of(sweep, entries[0])
+    metric, _ = metric_of(entries[0])
     baseline = baseline_of(entries)
     rows = [
         f"| optimizer | best rate | tried | final {metric} | range of seeds | AdamW's final at |"
     ]
     rows.append("|---|---|---|---|---|---|")
     for entry in entries:
-        scores = score_range(run.score for run in entry.seeds)
-        found = None if baseline is None or entry is baseline else reach(sweep, entry, baseline)
+        scores = score_range(entry.seeds)
+        found = None if baseline is None or entry is baseline else reach(entry, baseline)
         edge = edge_of(entry)
         rate = f"{entry.best.config.learning_rate:g}" + (f" ({edge})" if edge else "")
         cells = [NAMES.get(entry.label, entry.label), rate, str(entry.best.runs)]
@@ -121,14 +121,14 @@ def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
         panel.set_axis_off()
     for panel, (sweep, task) in zip(panels, tasks, strict=False):
         entries = in_order(sweep.tasks[task])
-        metric, _ = metric_of(sweep, entries[0])
+        metric, _ = metric_of(entries[0])
         panel.set_title(TASKS[task], fontsize=9)
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel(metric, fontsize=8)
         panel.tick_params(labelsize=7)
         panel.grid(alpha=0.25)
         for entry in entries:
-            points = best_curve(sweep, entry, "valid", "metrics", metric)
+            points = best_curve(entry, "valid", "metrics", metric)
             last = max((step for step, _ in points), default=0)
             shown = [point for point in points if point[0] >= SKIP * last]
             style = {"color": COLOR[entry.label], "linewidth": 1.4}
@@ -172,12 +172,12 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
 def beside_adamw(sweep: Sweep, task: str, entry: Entry) -> tuple[float, float, float] | None:
     """The least, the mean and the greatest score of the seeds, as multiples of AdamW's mean."""
     baseline = baseline_of(sweep.tasks[task])
-    ours = score_range(run.score for run in entry.seeds)
-    theirs = None if baseline is None else score_range(run.score for run in baseline.seeds)
+    ours = score_range(entry.seeds)
+    theirs = None if baseline is None else score_range(baseline.seeds)
     if ours is None or theirs is None or entry.lost or min(ours.low, theirs.mean) <= 0:
         return None
     ratios = [score / theirs.mean for score in (ours.low, ours.mean, ours.high)]
-    if metric_of(sweep, entry)[1]:
+    if metric_of(entry)[1]:
         ratios = [1 / ratio for ratio in reversed(ratios)]
     return ratios[0], ratios[1], ratios[2]
 

@@ -140,12 +140,12 @@ def _later(module: str, function: str) -> Callable[[], Callable[..., Any]]:
 
 COMMANDS = {
     "meta-train": Command("make a rule", _later("meta_train", "main"), reads_arguments=True),
-    "status": Command("show how far a meta-training run is", _later("status", "status")),
-    "plot": Command("draw a meta-training run or a sweep", _later("report", "plot")),
-    "try": Command("try a rule on held-out problems", _later("try_rule", "try_rule")),
-    "run": Command("train a task with an optimizer", _later("run", "run")),
-    "sweep": Command("compare optimizers: the runs of a recipe", _later("sweep", "sweep")),
-    "report": Command("make one HTML page of a sweep", _later("report", "report")),
+    "status": Command("show how far a meta-training run is", _later("meta_train", "status")),
+    "plot": Command("draw a meta-training run or a sweep", _later("evaluate", "plot")),
+    "try": Command("try a rule on held-out problems", _later("evaluate", "try_rule")),
+    "run": Command("train a task with an optimizer", _later("evaluate", "run")),
+    "sweep": Command("compare optimizers: the runs of a recipe", _later("evaluate", "sweep")),
+    "report": Command("make one HTML page of a sweep", _later("evaluate", "report")),
     "data": Command(
         "fetch image sets, make token folders", _later("data", "main"), reads_arguments=True
     ),

@@ -102,3 +102,27 @@ def test_each_has_its_own_options(command, own, other, capsys):
         cli.main(["data", command, "--help"])
     out = capsys.readouterr().out.replace("--help", "")
     assert stopped.value.code == 0 and own in out and other not in out
+
+
+def test_data_fetch_shows_progress_and_checksums(tmp_path, monkeypatch, capsys):
+    def fake(folder, names, *, full, force, report):
+        assert (folder, names, full, force) == (str(tmp_path), ("mnist",), False, True)
+        report(download.FetchProgress("mnist", "converting", 1000, 70000))
+        report(download.FetchProgress("mnist", "written", 70000, 70000))
+        return {"mnist_8x8.npz": "ab" * 32}
+
+    monkeypatch.setattr("celo2.commands.data.fetch", fake)
+    options = ["--names", "mnist", "--data", str(tmp_path), "--force"]
+    assert cli.main(["data", "fetch", *options]) == 0
+    captured = capsys.readouterr()
+    assert "mnist          written" in captured.err
+    assert "mnist_8x8.npz" in captured.out and "ab" * 32 in captured.out
+
+
+def test_data_fetch_offline_is_one_line(monkeypatch, capsys):
+    def fake(*_, **__):
+        raise download.FetchError("the hub does not answer:\nis this machine online?")
+
+    monkeypatch.setattr("celo2.commands.data.fetch", fake)
+    assert cli.main(["data", "fetch"]) == 2
+    assert capsys.readouterr().err == "celo2: the hub does not answer: is this machine online?\n"

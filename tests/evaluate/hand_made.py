@@ -56,3 +56,25 @@ def write_sweep(folder, tuning, final=()) -> None:
             for row in rows:
                 records.append(folder / name / "records.jsonl", row)
     (folder / "sweep.json").write_text(json.dumps(index))
+
+
+def example_sweep(folder):
+    """AdamW's best is 1.0, at the middle of three rates; muon's 0.5, at the lower of two, with two
+    seeds; lion diverges; sgd, under a name that is HTML, does not reach AdamW."""
+    tuning = [
+        *(
+            (config_of("adamw", r), [3.0, 2.0, x])
+            for r, x in ((1e-3, 1.5), (1e-2, 1.0), (1e-1, 2.5))
+        ),
+        (config_of("muon", 1e-2), [3.0, 2.0, 0.4]),
+        (config_of("muon", 1e-1), [3.0, 2.0, 1.0]),
+        (config_of("lion", 1e-2), [3.0, None, None]),
+        (config_of("sgd", 1e-2, label="<i>$\\bad"), [3.0, 2.5, 2.0]),
+    ]
+    final = [(config_of("muon", 1e-2, s), [3.0, 2.0, x]) for s, x in ((0, 0.4), (1, 0.6))]
+    write_sweep(
+        folder,
+        [(c, rows_of(c, x, diverged=x[-1] is None)) for c, x in tuning],
+        [(c, rows_of(c, x)) for c, x in final],
+    )
+    return folder

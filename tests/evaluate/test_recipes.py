@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from celo2.commands.sweep import show_plan
+from celo2.commands.evaluate import show_plan
 from celo2.evaluate import RunConfig, describe, read_recipe
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import stand_in

@@ -1,209 +1,161 @@
-import dataclasses
-import json
-import math
+"""Tries beside a run; the command that tries is a script that prints what it is told."""
 
-import jax
-import jax.numpy as jnp
+import json
+import sys
+import time
+
 import numpy as np
-import optax
 import pytest
-from quadratics import RULE, WEIGHTS, quadratic
+from tiny_runs import TINY, newest, of_kind, run, shared_programs, stop_after, tiny
 
 import celo2
-from celo2 import cli
-from celo2.baselines import muon
-from celo2.metatrain import heldout
-from celo2.rule import ADAM_MULTIPLIER, Rule
-from celo2.tasks import Task
-from celo2.tasks.images import digits_convnet
-from celo2.tasks.networks import init_patch_convnet, patch_convolution
-from rules import jit, make_rule
+from celo2.metatrain import heldout, metatrain, status
+from celo2.metatrain.heldout import Tries, begin_try, end_try, resume_try, stop_tries
+from celo2.rule import Rule, initial_weights
+from celo2.runs import records
+from celo2.runs.folder import RunFolder, locked
 
-GOOD = Rule(RULE, WEIGHTS)
+pytestmark = pytest.mark.usefixtures("shared_programs")
+__all__ = ["shared_programs"]
 
-
-def quadratic_task(offset: float = 0.0) -> Task:
-    family = quadratic(noise=0.1)
-
-    def loss(params, target):
-        value = family.loss(params, target) + offset
-        return value, {"loss": value}
-
-    return Task(
-        family.init, lambda data, key, split: family.sample(data, key, 0), loss, family.data
-    )
-
-
-def make_problem(offset: float = 0.0) -> heldout.HeldOut:
-    return heldout.HeldOut("tiny", quadratic_task(offset), steps=3, seeds=2, worst=3.0)
-
-
-@pytest.fixture(scope="module")
-def problem():
-    return make_problem()
-
-
-def test_trying_another_rule_does_not_compile_again(problem):
-    first = heldout.tune(problem, GOOD)
-    second = heldout.tune(problem, make_rule(RULE, seed=1))
-    assert first["losses"] != second["losses"]
-    assert heldout._program(problem, RULE, ADAM_MULTIPLIER)._cache_size() == 1
-
-
-def test_the_same_rule_gets_the_same_result(problem):
-    assert heldout.tune(problem, GOOD) == heldout.tune(problem, GOOD)
-
-
-def test_adam_s_rate_beside_a_rule_can_be_set(problem):
-    usual = heldout.tune(problem, GOOD)
-    assert heldout.tune(problem, GOOD, ADAM_MULTIPLIER) == usual
-    assert heldout.tune(problem, GOOD, 2 * ADAM_MULTIPLIER)["losses"] != usual["losses"]
-
-
-def test_best_rate_is_that_of_the_lowest_loss(problem):
-    result = heldout.tune(problem, GOOD)
-    assert len(result["rates"]) == len(result["losses"]) == heldout.RATES
-    assert len(set(result["losses"])) == heldout.RATES
-    best = result["losses"].index(min(result["losses"]))
-    assert (result["loss"], result["rate"]) == (min(result["losses"]), result["rates"][best])
-
-
-def test_losses_are_those_of_training_with_the_optimizer_users_call(problem):
-    result, task = heldout.tune(problem, "adamw"), problem.task
-    rate, losses = result["rates"][2], []
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 1, problem.steps)
-    tx = optax.adamw(schedule, 0.9, 0.95, weight_decay=0.0)
-    for key in jax.random.split(jax.random.key(heldout.SEED), problem.seeds):
-        params = task.init(key)
-        state = tx.init(params)
-        for step_key in jax.random.split(key, problem.steps):
-            batch = task.sample(task.data, step_key, "train")
-            grads, _ = jax.grad(task.loss, has_aux=True)(params, batch)
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        keys = jax.random.split(jax.random.key(heldout.VALID_SEED), heldout.VALID_BATCHES)
-        batches = [task.sample(task.data, k, "valid") for k in keys]
-        losses.append(np.mean([task.loss(params, batch)[0] for batch in batches]))
-    assert result["losses"][2] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert 0 < result["error"] < result["loss"]
-
-
-def test_every_optimizer_has_as_many_rates_over_as_wide_a_range():
-    ranges = [heldout.rates_of(kind) for kind in (*heldout.BASELINES, RULE)]
-    assert {len(rates) for rates in ranges} == {heldout.RATES}
-    for rates in ranges:
-        assert rates == sorted(rates)
-        assert rates[-1] / rates[0] == pytest.approx(20, rel=0.01)
-
-
-def test_score_is_the_mean_log_ratio_to_adamw(problem):
-    other = make_problem(offset=1.0)
-    found = heldout.try_rule(GOOD, {"one": problem, "two": other})
-    logs = [math.log(r["loss"] / r["adamw"]) for r in found["problems"].values()]
-    assert [r["score"] for r in found["problems"].values()] == pytest.approx(logs)
-    assert found["score"] == pytest.approx(np.mean(logs))
-    assert found["problems"]["two"]["adamw"] == heldout.tune(other, "adamw")["loss"]
-    assert heldout.compare(problem, heldout.tune(problem, "adamw"))["score"] == 0
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-
-
-@pytest.mark.parametrize("offset", [math.nan, math.inf, 1e9])
-def test_diverged_run_counts_as_the_worst_loss(offset):
-    result = heldout.tune(make_problem(offset), "adamw")
-    assert result["losses"] == [3.0] * heldout.RATES
-
-
-def test_muon_takes_what_the_rule_takes():
-    params = init_patch_convnet(jax.random.key(0))
-    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
-    tx = muon(lambda count: 1.0)
-    updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
-    folded = updates["conv_1"]["kernel"].reshape(-1, 32)
-    singular = np.linalg.svd(folded, compute_uv=False)
-    assert singular.max() / singular.min() < 3
-    # Adam's first step is the gradient's sign, up to its Nesterov momentum.
-    head = np.abs(updates["head"]["kernel"])
-    assert head.max() == pytest.approx(head.min(), rel=1e-3)
-
-
-def test_problems_are_made_once_and_known_by_name():
-    quick = heldout.problems(["mlp", "convnet"], size="quick")
-    assert list(quick) == ["mlp", "convnet"]
-    assert quick["mlp"] is heldout.problems(["mlp"], size="quick")["mlp"]
-    assert quick["mlp"].steps < heldout.problems(["mlp"])["mlp"].steps
-    with pytest.raises(ValueError, match="'mpl' is not a held-out problem; there are mlp, wide"):
-        heldout.problems(["mpl"])
-    with pytest.raises(ValueError, match="names is empty: name some of mlp"):
-        heldout.problems([])
-    with pytest.raises(ValueError, match="size='huge' is not one of quick, full"):
-        heldout.problems(size="huge")
-
-
-@pytest.mark.parametrize("side", [4, 5, 8])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_convolution_by_patches_is_the_convolution(side, stride):
-    x = jax.random.normal(jax.random.key(0), (2, side, side, 3))
-    kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
-    expected = jax.lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    np.testing.assert_allclose(patch_convolution(kernel, x, stride), expected, atol=1e-4)
-
-
-def test_digits_convnet_has_four_axis_kernels_and_learns_from_its_gradient():
-    task = digits_convnet(batch=16)
-    params = task.init(jax.random.key(0))
-    assert params["conv_1"]["kernel"].shape == (3, 3, 16, 32)
-    batch = task.sample(task.data, jax.random.key(1), "train")
-    (before, _), grads = jit(jax.value_and_grad(task.loss, has_aux=True))(params, batch)
-    after = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
-    assert task.loss(after, batch)[0] < before
+# Prints the next line of `scores`, and notes what it was given and how low its priority is.
+SCRIPT = """
+import json, os, sys
+import celo2
+folder = os.path.dirname(sys.argv[0])
+iteration = celo2.load(sys.argv[1]).origin["iterations"]
+with open(os.path.join(folder, "calls"), "a+") as calls:
+    calls.write(f"{iteration} {os.nice(0)}\\n")
+    calls.seek(0)
+    count = len(calls.readlines())
+print(open(os.path.join(folder, "scores")).read().splitlines()[count - 1])
+"""
+SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
 @pytest.fixture
-def tiny_try(problem, monkeypatch, tmp_path):
-    """The path of a rule file, with one tiny problem in place of the real ones."""
-    monkeypatch.setattr(heldout, "problems", lambda names, size: {"tiny": problem})
-    for name, rule in (("a", GOOD), ("b", dataclasses.replace(GOOD, weights=_negative(WEIGHTS)))):
-        celo2.save(rule, tmp_path / f"{name}.safetensors")
-    monkeypatch.chdir(tmp_path)
+def script(tmp_path):
+    """The command, and a function that says what its calls print."""
+    folder = tmp_path / "script"
+    folder.mkdir()
+    (folder / "try.py").write_text(SCRIPT)
+
+    def command(*results):
+        lines = (r if isinstance(r, str) else json.dumps(r) for r in results)
+        (folder / "scores").write_text("\n".join(lines))
+        return [sys.executable, str(folder / "try.py")]
+
+    command.calls = lambda: (folder / "calls").read_text().splitlines()
+    return command
 
 
-def _negative(weights):
-    return {name: -jnp.asarray(w) for name, w in weights.items()}
+def rule_of(iteration: int) -> Rule:
+    weights = initial_weights(TINY.rule, np.random.default_rng(iteration))
+    return Rule(TINY.rule, weights, {"iterations": iteration})
 
 
-def test_try_prints_a_row_per_problem_and_a_column_per_optimizer(tiny_try, problem, capsys):
-    pytest.importorskip("tyro")
-    assert cli.main(["try", "a.safetensors", "--against", "adamw,b.safetensors"]) == 0
-    head, row, score = capsys.readouterr().out.splitlines()
-    assert head.split() == ["problem", "a.safetensors", "adamw", "b.safetensors"]
-    ours = heldout.tune(problem, GOOD)
-    assert row.split()[:4] == ["tiny", f"{ours['loss']:.4f}", "at", f"{ours['rate']:g}"]
-    assert score.split()[2] == "+0.000"
+def wait(tries: Tries):
+    deadline = time.monotonic() + 60
+    while tries.process is not None and tries.process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return end_try(tries)
 
 
-def test_try_as_json_has_every_rate(tiny_try, problem, capsys):
-    pytest.importorskip("tyro")
-    assert cli.main(["try", "a.safetensors", "--against", "adamw", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["problems"]["tiny"]["adamw"]["losses"] == heldout.tune(problem, "adamw")["losses"]
-    assert found["score"]["a.safetensors"] == found["problems"]["tiny"]["a.safetensors"]["score"]
+def test_try_is_due_at_multiples_and_at_the_end_of_a_longer_run(tmp_path):
+    tries = Tries(tmp_path, (), every=5)
+    assert [done for done in (0, 3, 5, 7) if tries.is_due(done, 12)] == [5, 7]
+    tries.begun = 7  # the one before took longer than five iterations
+    assert [done for done in (8, 9, 10, 12) if tries.is_due(done, 12)] == [10, 12]
+    tries.begun = 11
+    assert tries.is_due(12, 12) and not tries.is_due(12, 13)
+    assert not Tries(tmp_path, (), every=5).is_due(4, 4)
 
 
-def test_try_names_what_it_does_not_know(tiny_try, capsys):
-    pytest.importorskip("tyro")
-    assert cli.main(["try", "a.safetensors", "--against", "adamx"]) == 2
-    assert "'adamx' is none of adamw, muon and no rule" in capsys.readouterr().err
+def test_result_is_what_the_command_prints_at_a_lower_priority(tmp_path, script):
+    import os
+
+    tries = Tries(tmp_path / "heldout", script({"score": 0.5}), 5)
+    begin_try(tries, rule_of(7))
+    assert tries.begun == 7
+    assert wait(tries) == {"score": 0.5} and end_try(tries) is None
+    (call,) = script.calls()
+    assert call == f"7 {min(os.nice(0) + heldout.NICE, 19)}"
 
 
-def test_try_takes_another_rate_for_adam_and_refuses_none(tiny_try, problem, capsys):
-    pytest.importorskip("tyro")
-    options = ["--against", "adamw", "--json", "--adam-multiplier"]
-    assert cli.main(["try", "a.safetensors", *options, "20"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["adam_multiplier"] == 20.0
-    ours = found["problems"]["tiny"]["a.safetensors"]
-    assert ours["losses"] == heldout.tune(problem, GOOD, 20.0)["losses"]
-    assert cli.main(["try", "a.safetensors", *options, "0"]) == 2
-    assert "adam_multiplier=0.0 must be a positive number" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("print('[]')", "exit status 0"),
+        ("import sys; sys.exit('no such rule')", "no such rule"),
+        ("print('{}'); raise SystemExit(2)", "exit status 2"),
+        ("pass", "exit status 0, and no JSON"),
+    ],
+)
+def test_failed_try_says_why(tmp_path, command, cause):
+    tries = Tries(tmp_path / "heldout", [sys.executable, "-c", command], 5)
+    begin_try(tries, rule_of(5))
+    with pytest.raises(ValueError, match=f"the held-out try of iteration 5 failed: {cause}"):
+        wait(tries)
+
+
+def test_try_that_was_broken_off_is_made_on_resume(tmp_path, script):
+    tries = Tries(tmp_path / "heldout", SLEEP, 5)
+    begin_try(tries, rule_of(10))
+    assert tries.is_running()
+    stop_tries(tries)
+    again = Tries(tmp_path / "heldout", script({"score": 1.0}), 5)
+    resume_try(again, 10, 12)  # it has a row already
+    assert again.process is None
+    resume_try(again, 5, 9)  # its iteration comes again
+    assert again.process is None and again.begun == 5
+    with locked(RunFolder(tmp_path / "heldout")):  # a killed run's try still goes on
+        resume_try(again, 5, 12)
+    assert again.process is None
+    resume_try(again, 5, 12)
+    assert again.begun == 10 and wait(again) == {"score": 1.0}
+
+
+def test_best_rule_is_kept_and_survives_resuming(tmp_path, script):
+    command = script({"score": 0.5}, {"score": 0.1, "optimizers": {}}, '{"score": NaN}')
+    out, config = tmp_path / "run", tiny(iterations=20)
+    options = {"try_command": command, "try_every": 10}
+    rows = run(out, config, **options, stop=stop_after(1))
+    assert rows[-1]["reason"] == "stopped"  # whether or not the first try has ended
+    rows = run(out, config, **options, resume=True)
+    assert rows[-1]["reason"] == "finished"
+    stored = of_kind(records.read(out / "records.jsonl"), "heldout")
+    assert [row["iteration"] for row in stored] == [10, 20]
+    assert [call.split()[0] for call in script.calls()][-1] == "20"
+    best = min(stored, key=lambda row: row["score"] or 9)
+    kept = celo2.load(out / "best.safetensors").origin
+    assert kept["iterations"] == best["iteration"]
+    assert kept["heldout"] == {"iteration": best["iteration"], "score": best["score"]}
+    assert status(out)["best"]["score"] == best["score"]
+    run(out, tiny(iterations=30), **options, resume=True)
+    rows = of_kind(records.read(out / "records.jsonl"), "heldout")
+    assert rows[:2] == stored and celo2.load(out / "best.safetensors").origin == kept
+
+
+def test_no_second_try_while_one_runs_and_a_run_that_is_left_ends_it(tmp_path):
+    started = []
+
+    def begin(tries, rule):
+        started.append(rule.origin["iterations"])
+        begin_try(tries, rule)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("celo2.metatrain.loop.begin_try", begin)
+        rows = metatrain(TINY, tmp_path / "run", try_command=SLEEP, try_every=2)
+        next(row for row in rows if row.get("iteration") == 10)
+        (folder,) = (tmp_path / "run").glob("heldout")
+        rows.close()
+    assert started == [2] and newest(tmp_path / "run").iteration == 10
+    assert (folder / "rule.safetensors").is_file()
+
+
+def test_failed_try_is_a_warning_and_the_run_goes_on(tmp_path, script):
+    rows = run(tmp_path / "run", try_command=script("{", "{"), try_every=10)
+    assert rows[-1]["reason"] == "finished" and of_kind(rows, "heldout") == []
+    assert "held-out try of iteration 12 failed" in of_kind(rows, "warning")[-1]["cause"]
+    assert not (tmp_path / "run" / "best.safetensors").exists()

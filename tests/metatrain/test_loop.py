@@ -1,18 +1,23 @@
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from tiny_runs import TINY, digest, newest, of_kind, run, shared_build, shared_programs, tiny
 
 import celo2
-from celo2.metatrain import loop, metatrain
+from celo2.metatrain import Diverged, Limits, loop, metatrain, status
 from celo2.metatrain.families import load_families
+from celo2.metatrain.loop import Streaks, check_iterations
+from celo2.metatrain.outer import MetaMetrics
 from celo2.rule import CELO2, Rule, initial_weights
 from celo2.rulefile import digest as digest_of
 from celo2.runs import records
 from celo2.runs.checkpoint import digest_json
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder, RunRefused
+from conftest import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
@@ -25,17 +30,6 @@ def whole_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build", shared_build)
         return out, run(out)
-
-
-def stop_after(iteration, rows):
-    """Takes rows up to that iteration and leaves."""
-    taken = []
-    for row in rows:
-        taken.append(row)
-        if row["kind"] == "train" and row["iteration"] >= iteration:
-            break
-    rows.close()
-    return taken
 
 
 def test_every_iteration_is_recorded_once_with_its_numbers(whole_run):
@@ -86,48 +80,10 @@ def test_resume_equals_uninterrupted_run(whole_run, tmp_path):
 
 
 def test_how_a_run_is_cut_into_calls_does_not_change_it(whole_run, tmp_path):
-    rows = run(tmp_path / "run", checkpoint_every=3, try_every=4, try_rule=lambda rule: {})
+    rows = run(tmp_path / "run", checkpoint_every=3)
     cuts = [row["iteration"] for row in of_kind(rows, "train")]
-    assert cuts == [3, 4, 6, 8, 9, 10, 12]
+    assert cuts == [3, 6, 9, 10, 12]
     assert digest(tmp_path / "run") == digest(whole_run[0])
-
-
-def test_leaving_the_loop_saves_first(whole_run, tmp_path):
-    stop_after(10, metatrain(TINY, tmp_path / "run"))
-    assert newest(tmp_path / "run").iteration == 10
-    rows = run(tmp_path / "run", resume=True)
-    assert rows[0]["iteration"] == 10
-    assert digest(tmp_path / "run") == digest(whole_run[0])
-
-
-def test_time_limit_saves_and_stops(tmp_path):
-    rows = run(tmp_path / "run", tiny(iterations=10**6), minutes=0)
-    assert rows[-1] == {"kind": "end", "iteration": 10, "reason": "time is up"}
-    assert newest(tmp_path / "run").iteration == 10
-
-
-def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path):
-    rows = metatrain(tiny(iterations=30), tmp_path / "run", checkpoint_every=10)
-    stop_after(10, rows)
-    path = tmp_path / "run" / "records.jsonl"
-    records.append(path, {"kind": "train", "iteration": 20, "loss": 1.0})
-    path.write_bytes(path.read_bytes() + b'{"kind": "tra')
-    run(tmp_path / "run", tiny(iterations=30), resume=True)
-    iterations = [row["iteration"] for row in of_kind(records.read(path), "train")]
-    assert iterations == [10, 20, 30]
-    assert b'"tra\n' not in path.read_bytes()
-
-
-def test_existing_run_is_refused_without_resume(whole_run):
-    before = digest(whole_run[0])
-    with pytest.raises(RunRefused, match="holds a run: continue it with --resume"):
-        run(whole_run[0])
-    assert digest(whole_run[0]) == before
-
-
-def test_resume_without_a_run_starts_one(tmp_path):
-    rows = run(tmp_path / "run", tiny(iterations=1), resume=True)
-    assert rows[0]["iteration"] == 0 and rows[-1]["iteration"] == 1
 
 
 def test_resume_with_another_config_names_every_difference(whole_run):
@@ -185,20 +141,151 @@ def test_start_and_a_given_rule_are_one_too_many(tmp_path):
         run(tmp_path / "run", tiny(start="momentum"), init_from=rule)
 
 
-def test_best_rule_is_kept_and_survives_resuming(tmp_path):
-    scores = iter([0.5, 0.1, float("nan"), 0.3])
+def give_up(out, limits) -> list[dict]:
+    rows = []
+    with pytest.raises(Diverged) as caught:
+        for row in metatrain(TINY, out, limits=limits, checkpoint_every=5):
+            rows.append(row)
+    assert rows[-1]["kind"] == "end" and rows[-1]["reason"] == "diverged"
+    warning = of_kind(rows, "warning")[-1]
+    assert f"iteration {warning['iteration']}: {warning['cause']}" in str(caught.value)
+    return rows
 
-    def try_rule(rule):
-        return {"score": next(scores)}
 
-    out = tmp_path / "run"
-    rows = metatrain(tiny(iterations=20), out, try_rule=try_rule, try_every=5)
-    taken = stop_after(15, rows)
-    assert [row["score"] for row in of_kind(taken, "heldout")] == [0.5, 0.1]
-    assert celo2.load(out / "best.safetensors").origin["iterations"] == 10
-    rows = run(out, tiny(iterations=20), try_rule=try_rule, try_every=5, resume=True)
-    assert [row["score"] for row in of_kind(rows, "heldout")] == [None]
-    best = celo2.load(out / "best.safetensors")
-    assert best.origin["heldout"] == {"iteration": 10, "score": 0.1}
-    last = (out / "records.jsonl").read_text().splitlines()[-2]
-    assert '"kind": "heldout"' in last and '"score": null' in last  # NaN is no JSON
+def test_exploding_rule_is_given_up_and_the_last_good_one_kept(tmp_path):
+    rows = give_up(tmp_path / "run", Limits(weight_norm=0.1))
+    assert "weights have norm" in of_kind(rows, "warning")[0]["cause"]
+    assert newest(tmp_path / "run").iteration == 0
+    assert celo2.load(tmp_path / "run" / "rule.safetensors").origin["iterations"] == 0
+    assert status(tmp_path / "run")["state"] == "diverged"
+
+
+def test_checkpoints_wait_while_a_run_is_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "AT_LIMIT", 0.0)
+    rows = give_up(tmp_path / "run", Limits(patience=11))
+    first, last = of_kind(rows, "warning")
+    assert (first["iteration"], first["fatal"]) == (1, False)
+    assert (last["iteration"], last["fatal"]) == (11, True)
+    assert newest(tmp_path / "run").iteration == 0
+
+
+def test_own_task_is_meta_trained(tmp_path, monkeypatch):
+    (tmp_path / "my_tasks.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from celo2.tasks import Task\n"
+        "def make():\n"
+        "    return Task(lambda key: {'kernel': jnp.ones((3, 2))},\n"
+        "                lambda data, key, split: data,\n"
+        "                lambda params, batch: (jnp.mean((params['kernel'] - batch) ** 2), {}),\n"
+        "                jnp.zeros((3, 2)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny(task="my_tasks:make", datasets=None, problems=1, iterations=1)
+    rows = run(tmp_path / "run", config)
+    assert list(rows[1]["family_loss"]) == ["my_tasks:make"]
+    assert 0.5 < rows[1]["loss"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("nowhere", "is not module:function"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("math:make", "math has no 'make'"),
+        ("os:getcwd", "returned a str, not a Task"),
+    ],
+)
+def test_wrong_task_is_named(task, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", tiny(task=task, datasets=None))
+
+
+NONE = Streaks()
+
+
+def metrics(loss, weight_norm=1.0, bad_entries=0, gradient_norm=1.0) -> MetaMetrics:
+    given = {
+        "loss": loss,
+        "weight_norm": weight_norm,
+        "bad_entries": bad_entries,
+        "gradient_norm": gradient_norm,
+    }
+    columns = {name: np.broadcast_to(value, len(loss)) for name, value in given.items()}
+    rest = {name: np.ones(len(loss)) for name in MetaMetrics._fields}
+    return MetaMetrics(**(rest | columns))
+
+
+def look(found, streaks=NONE, patience=20):
+    return check_iterations(
+        streaks, Limits(weight_norm=10.0, patience=patience), 3.0, 7, 100, found
+    )
+
+
+def test_good_iterations_are_no_trouble():
+    assert look(metrics([2.0, 1.0, 2.9])) == (Streaks(), [])
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        (metrics([1.0, np.nan]), "meta-loss is nan"),
+        (metrics([1.0, 1.0], [1.0, np.inf]), "no longer finite"),
+        (metrics([1.0, 1.0], [1.0, np.nan]), "no longer finite"),
+        (metrics([1.0, 1.0], [1.0, 10.5]), "norm 10.5, above 10"),
+    ],
+)
+def test_what_cannot_heal_is_fatal_at_its_iteration(found, cause):
+    _, (trouble,) = look(found)
+    assert trouble.fatal and trouble.iteration == 100 and cause in trouble.cause
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        (metrics([2.99] * 10), "meta-loss is at its limit"),
+        (metrics([1.0] * 10, bad_entries=7), "no entry of the meta-gradient is finite"),
+    ],
+)
+def test_streak_is_told_once_and_fatal_at_the_end_of_patience(found, cause):
+    streaks, (warning,) = look(found)
+    assert not warning.fatal and warning.iteration == 92 and cause in warning.cause
+    _, (fatal,) = look(found, streaks)
+    assert fatal.fatal and fatal.iteration == 100
+    assert "20 iterations in a row" in fatal.cause
+    assert look(found, streaks, patience=21)[1] == []
+
+
+def test_zero_gradient_is_told_once_and_never_fatal():
+    found = metrics([1.0] * 10, gradient_norm=0.0)
+    streaks, (warning,) = look(found)
+    assert streaks == Streaks(idle=10) and not streaks.bad
+    assert not warning.fatal and warning.iteration == 92
+    assert "meta-gradient is zero, so the rule learns nothing, for 2 iter" in warning.cause
+    assert look(found, streaks) == (Streaks(idle=20), [])
+    one = look(metrics([1.0], gradient_norm=0.0), patience=1)
+    assert [trouble.fatal for trouble in one[1]] == [False]
+
+
+@pytest.mark.parametrize(("loss", "bad_entries"), [(2.99, 0), (1.0, 7)])
+def test_zero_gradient_for_a_known_reason_is_not_told(loss, bad_entries):
+    streaks, troubles = look(metrics([loss] * 5, 1.0, bad_entries, gradient_norm=0.0))
+    assert streaks.bad and streaks.idle == 0 and len(troubles) == 1
+
+
+def test_one_good_iteration_ends_a_streak():
+    streaks, _ = look(metrics([2.99] * 5 + [2.0] + [2.99] * 4))
+    assert streaks == Streaks(stuck=4)
+
+
+def test_some_bad_entries_are_no_streak():
+    assert look(metrics([1.0], bad_entries=6))[0] == Streaks()
+
+
+@pytest.mark.slow
+def test_example_makes_a_rule_and_uses_it(tmp_path):
+    example = REPOSITORY / "examples" / "own_task.py"
+    command = [sys.executable, str(example), "--out", str(tmp_path / "run"), "--iterations", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "iteration    20" in done.stdout and "own rule" in done.stdout
+    assert celo2.load(tmp_path / "run" / "rule.safetensors").origin["iterations"] == 20

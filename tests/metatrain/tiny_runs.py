@@ -75,15 +75,3 @@ def newest(out):
 
 def of_kind(rows, kind) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
-
-
-def array_files(out, iteration):
-    """The files of a checkpoint that hold numbers, largest last."""
-    files = (p for p in (out / "checkpoints" / str(iteration) / "state").rglob("d/*"))
-    return sorted(files, key=lambda p: p.stat().st_size)
-
-
-def flip_bit(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)

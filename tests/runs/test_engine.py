@@ -6,66 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counting_runs import counting, go, newest, of_kind, stop_after
 
 from celo2.runs import checkpoint, engine, records
-from celo2.runs.engine import Advanced, Diverged, Job, next_stop, run_job
+from celo2.runs.engine import Advanced, Diverged, next_stop, run_job
 from celo2.runs.folder import RunFolder, RunRefused
-
-
-def counting(total=10, periods=(3,), bad_from=None, fatal_at=None, config=None, **options) -> Job:
-    """Adds 1 to an array at each count; unsound from `bad_from` on, given up at `fatal_at`."""
-    memory = {"calls": 0}
-
-    def advance(state, done, until):
-        memory["calls"] += 1
-        row = {"kind": "train", "step": until, "value": float(state["x"]) + until - done}
-        return Advanced(
-            {"x": state["x"] + (until - done), "key": state["key"]},
-            until,
-            [row],
-            sound=bad_from is None or until < bad_from,
-            fatal="it is hopeless" if fatal_at is not None and until >= fatal_at else None,
-        )
-
-    identity = {"config": config or {"a": 1}, "data": {}, "version": "1"}
-    state = {"x": jnp.zeros(()), "key": jax.random.key(0)}
-    return Job(
-        **{
-            "count": "step",
-            "total": total,
-            "identity": identity,
-            "differences": lambda stored: [
-                f"{k} differs" for k in identity["config"] if identity["config"] != stored["config"]
-            ],
-            "abstract": jax.eval_shape(lambda: state),
-            "begin": lambda: dict(state),
-            "advance": advance,
-            "periods": periods,
-            "first_rows": lambda state, done: [{"kind": "start", "step": done}],
-            "last_row": lambda state, done, reason: {"kind": "end", "step": done, "why": reason},
-            "memory": lambda: dict(memory),
-            "recall": lambda meta: memory.update(calls=meta["calls"]),
-            "save_first": True,
-            **options,
-        }
-    )
-
-
-def go(path, job=None, **options):
-    return list(run_job(RunFolder(path), lambda: job or counting(), **options))
-
-
-def of_kind(rows, kind):
-    return [row for row in rows if row["kind"] == kind]
-
-
-def newest(path):
-    return checkpoint.read_newest(path / "checkpoints")[0]
-
-
-def stop_after(calls):
-    asked = iter(range(calls))
-    return lambda: next(asked, None) is None
 
 
 def test_rows_are_recorded_in_order_and_the_end_is_saved(tmp_path):
@@ -146,10 +91,38 @@ def test_finished_run_is_only_repeated(tmp_path):
     assert rows == [end]
 
 
-def test_unsound_state_is_not_saved(tmp_path):
-    rows = go(tmp_path, counting(bad_from=6))
+def leave(path, at="train") -> list[dict]:
+    """Takes rows up to the first of that kind and leaves."""
+    rows, taken = run_job(RunFolder(path), lambda: counting(bad_from=3)), []
+    for row in rows:
+        taken.append(row)
+        if row["kind"] == at:
+            break
+    rows.close()
+    return taken
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda path: go(path, counting(bad_from=3), stop=stop_after(1)),
+        lambda path: go(path, counting(bad_from=3), minutes=0),
+        lambda path: go(path, counting(bad_from=3)),
+        leave,
+        lambda path: leave(path, at="warning"),
+    ],
+    ids=["stop", "minutes", "finished", "leave", "leave at the warning"],
+)
+def test_unsound_state_is_not_saved_however_the_run_ends(tmp_path, end):
+    rows = end(tmp_path)
     assert newest(tmp_path).iteration == 0
-    assert "what step 0 saved is kept" in of_kind(rows, "warning")[-1]["cause"]
+    if rows[-1]["kind"] == "end":
+        assert "what step 0 saved is kept" in of_kind(rows, "warning")[-1]["cause"]
+
+
+def test_resume_without_a_run_starts_one(tmp_path):
+    rows = go(tmp_path, resume=True)
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 10
 
 
 def test_hopeless_run_is_given_up_with_its_last_good_checkpoint(tmp_path):
@@ -231,8 +204,7 @@ def test_next_stop_is_the_nearest_boundary():
     assert list(stops)[:7] == [0, 7, 10, 14, 20, 21, 25]
 
 
-def test_save_interval_depends_on_what_comes_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "SAVE_SECONDS", 1e9)
-    job = counting(total=9, save_seconds=lambda until: -1.0 if until == 6 else 1e9)
-    go(tmp_path, job)
-    assert checkpoint.list_iterations(tmp_path / "checkpoints") == [0, 3, 9]
+def test_checkpoints_are_renewed_when_they_are_old(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "SAVE_SECONDS", -1.0)
+    go(tmp_path, counting(total=9))
+    assert checkpoint.list_iterations(tmp_path / "checkpoints") == [3, 6, 9]

@@ -157,3 +157,14 @@ def test_parameters_are_float32_matrices_vectors_or_convolutions(name):
     for path, leaf in leaves(*MODELS[name]).items():
         assert leaf.dtype == jnp.float32, path
         assert leaf.ndim in (1, 2, 4), path
+
+
+@pytest.mark.parametrize("side", [4, 5, 8])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolution_by_patches_is_the_convolution(side, stride):
+    x = jax.random.normal(jax.random.key(0), (2, side, side, 3))
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+    expected = jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(networks.patch_convolution(kernel, x, stride), expected, atol=1e-4)

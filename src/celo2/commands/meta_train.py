@@ -1,11 +1,10 @@
-"""`celo2 meta-train`: a run from the command line, with a progress bar."""
+"""`celo2 meta-train` and `celo2 status`: making a rule, and how far that is."""
 
 import argparse
-import logging
+import json as jsonlib
 import math
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,22 +12,26 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from celo2.commands import trackers
-from celo2.commands.launch import Launch, ending_together, start_devices
-from celo2.commands.signals import Asked, stop_on_signal
-from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, heldout, metatrain
+from celo2.commands.progress import Flat, progress_bar, say, set_up_logging, tracked
+from celo2.evaluate.validation import describe_score
+from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, metatrain
+from celo2.metatrain import status as read_status
 from celo2.metatrain.config import from_fields, read_toml
 from celo2.metatrain.families import count_problems
-from celo2.rule import Rule
-from celo2.runs.address import search_working_directory
-from celo2.runs.fields import to_fields
+from celo2.metatrain.loop import HELDOUT
+from celo2.runs.fields import search_working_directory, to_fields
 from celo2.runs.folder import RunFolder
-from celo2.runs.machine import cores
-from celo2.runs.processes import some_process
-
-DIVERGED = 3  # exit status
-STOPPED = 128 + signal.SIGTERM  # the same, of a process that another one's signal stopped
-Flat = tyro.conf.arg(name="")  # --learning-rate, not --meta.learning-rate
+from celo2.runs.processes import (
+    DIVERGED,
+    STOPPED,
+    Launch,
+    cores,
+    ending_together,
+    is_primary,
+    start_devices,
+    stop_on_signal,
+)
+from celo2.runs.records import Row
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Options:
         data: folder of the image sets; by default CELO2_DATA, else the cache folder.
         launch: processes and devices; by default a CPU device for each core that can share the
             problems, or 1 if there are several processes.
-        try_every: iterations between tries on held-out problems; 0 never tries.
-        try_size: how long those tries are.
+        try_every: iterations between tries on held-out problems (`celo2 try`), which go on beside
+            the run; 0 never tries.
+        try_size: which suite of problems; by default full where the data folder has the images.
         patience: iterations in a row that may go wrong before a run is given up.
         max_weight_norm: norm of the rule's weights above which a run is given up.
         tensorboard: write to RUN_DIR/tensorboard too.
@@ -68,7 +72,7 @@ class Options:
     checkpoint_every: int | None = None
     data: str | None = None
     try_every: int = 2000
-    try_size: Literal["quick", "full"] = "full"
+    try_size: Literal["quick", "full"] | None = None
     patience: int = 100
     max_weight_norm: float = 1e3
     tensorboard: bool = False
@@ -82,14 +86,33 @@ def main(arguments: list[str]) -> int:
     search_working_directory()
     set_up_logging()
     start_devices(options.launch, default_devices(options))
-    primary = jax.process_index() == 0
-    quiet = _say if primary else lambda text: None
-    with stop_on_signal(quiet) as asked, ending_together():
-        rows = _train(options, asked)
+    with stop_on_signal(say if is_primary() else lambda text: None) as asked, ending_together():
+        rows = metatrain(
+            options.meta,
+            options.out,
+            data=options.data,
+            resume=options.resume,
+            init_from=options.init_from,
+            minutes=options.minutes,
+            checkpoint_every=options.checkpoint_every,
+            try_command=try_command(options),
+            try_every=max(options.try_every, 1),
+            limits=Limits(options.max_weight_norm, options.patience),
+            stop=asked,
+        )
+        if is_primary():
+            rows = tracked(
+                rows,
+                Path(options.out),
+                to_fields(options.meta),
+                to_tensorboard=options.tensorboard,
+                to_wandb=options.wandb,
+            )
+            rows = show(rows, options.meta.iterations)
         try:
-            *_, end = _show(rows, options.meta.iterations) if primary else rows
+            *_, end = rows
         except Diverged as error:
-            _say(str(error))
+            say(str(error))
             return DIVERGED
     # A signal to one process stops all; the others are stopped as by a SIGTERM of their own.
     return (asked.status or STOPPED) if end["reason"] == "stopped" else 0
@@ -124,15 +147,6 @@ def _without(arguments: list[str], option: str, values: int) -> list[str]:
     return arguments[:place] + arguments[place + 1 + values :]
 
 
-def set_up_logging() -> None:
-    """Our own messages as lines of the command, and none of orbax, which logs tracebacks."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("celo2: %(message)s"))
-    ours = logging.getLogger("celo2")
-    ours.handlers, ours.propagate = [handler], False
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-
 def default_devices(options: Options) -> int:
     """As many CPU devices as cores can share the problems."""
     if options.launch.several:
@@ -145,59 +159,24 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
-def _train(options: Options, asked: Asked) -> Iterator[dict[str, Any]]:
-    rows = metatrain(
-        options.meta,
-        options.out,
-        data=options.data,
-        resume=options.resume,
-        init_from=options.init_from,
-        minutes=options.minutes,
-        checkpoint_every=options.checkpoint_every,
-        try_rule=_held_out(options, asked),
-        try_every=max(options.try_every, 1),
-        limits=Limits(options.max_weight_norm, options.patience),
-        stop=asked,
-    )
-    if jax.process_index() != 0:
-        return rows
-    return trackers.tracked(
-        rows,
-        Path(options.out),
-        to_fields(options.meta),
-        to_tensorboard=options.tensorboard,
-        to_wandb=options.wandb,
-    )
-
-
-def _held_out(options: Options, asked: Asked) -> Callable[[Rule], dict[str, Any] | None] | None:
+def try_command(options: Options) -> list[str] | None:
+    """The command that tries a rule file; None for a run without tries."""
     if options.try_every < 1:
         return None
+    command = [sys.executable, "-m", "celo2.cli", "try", "--json"]
+    command += ["--out", str(Path(options.out) / HELDOUT)]
+    command += ["--data", options.data] if options.data else []
+    return command + (["--size", options.try_size] if options.try_size else [])
 
-    def stop() -> bool:
-        return some_process(asked())[0]
 
-    return lambda rule: heldout.try_rule(rule, heldout.problems(size=options.try_size), stop)
-
-
-def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
+def show(rows: Iterable[Row], total: int) -> Iterator[Row]:
     """Draws a bar from the rows: meta-loss, inner steps per second, time left."""
-    from tqdm import tqdm
-
     rows = iter(rows)
     start = next(rows)  # before the bar: a run that is refused draws none
-    _say(_start_line(start))
+    say(_start_line(start))
     yield start
     told = False
-    interval = 0.5 if sys.stderr.isatty() else 30
-    bar = tqdm(
-        initial=start["iteration"],
-        total=total,
-        unit="it",
-        mininterval=interval,
-        dynamic_ncols=True,
-    )
-    with bar:
+    with progress_bar(total, "it", start["iteration"]) as bar:
         for row in rows:
             iteration = row["iteration"]
             if row["kind"] == "train":
@@ -206,18 +185,35 @@ def _show(rows: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]
                 bar.update(iteration - bar.n)
             elif row["kind"] == "end":
                 bar.close()
-                _say(f"iteration {iteration} of {total}: {row['reason']}")
+                say(f"iteration {iteration} of {total}: {row['reason']}")
             else:
-                text = row.get("cause") or f"held-out score {row.get('score')}"
+                text = row.get("cause") or heldout_line(row)
                 bar.write(f"iteration {iteration}: {text}", file=sys.stderr)
             if row["kind"] == "heldout" and not told:
                 told = True
-                if seen := heldout.seen(row.get("problems", {}), start["data"]):
+                if seen := trained_on(row.get("problems", {}), start["data"]):
                     bar.write(_seen_line(seen), file=sys.stderr)
             yield row
 
 
-def _start_line(row: dict[str, Any]) -> str:
+def heldout_line(row: Row) -> str:
+    """The score of a rule on held-out problems, against each baseline where they are told apart."""
+    scores = {f" against {name}": found for name, found in row.get("against", {}).items()}
+    parts = (describe_score(found) + name for name, found in (scores or {"": row}).items())
+    return f"held-out score {', '.join(parts)}"
+
+
+def trained_on(problems: Iterable[str], data: Iterable[str]) -> list[str]:
+    """The held-out problems on the images that the rule is made with.
+
+    >>> trained_on(["vit-svhn", "text-tiny"], ["mnist", "convnet/svhn"])
+    ['vit-svhn']
+    """
+    images = {name.rpartition("/")[2] for name in data}
+    return [problem for problem in problems if images & set(problem.split("-"))]
+
+
+def _start_line(row: Row) -> str:
     verb = "continuing at" if row["iteration"] else "starting at"
     devices = f"{row['devices']} {row['platform']} device{'s' * (row['devices'] > 1)}"
     return (
@@ -233,5 +229,51 @@ def _seen_line(seen: list[str]) -> str:
     )
 
 
-def _say(text: str) -> None:
-    print(f"celo2: {text}", file=sys.stderr, flush=True)
+def status(run: str, json: bool = False) -> None:
+    """Show how far a meta-training run is, how it does, and a digest of its newest checkpoint.
+
+    Reads only. Equal digests mean equal runs: same state, same config, same data.
+
+    Args:
+        run: the run's folder.
+        json: print one JSON object instead of a table.
+    """
+    # The run may be using this machine's accelerator; reading needs none.
+    jax.config.update("jax_platforms", "cpu")
+    facts = read_status(run)
+    print(jsonlib.dumps(facts, indent=2) if json else status_table(facts))
+
+
+def status_table(facts: dict[str, Any]) -> str:
+    """The facts in lines, for people."""
+    process = facts["process"] or {}
+    where = f", process {process.get('pid')} on {process.get('host')}" if process else ""
+    rate = facts["inner_steps_per_second"]
+    losses = ", ".join(f"{name} {loss}" for name, loss in facts["family_loss"].items())
+    lines = {
+        "run": facts["run"],
+        "state": facts["state"] + where,
+        "iteration": f"{facts['iteration']} of {facts['iterations']}",
+        "meta-loss": f"{facts['loss']} ({losses})" if losses else "none yet",
+        "time": f"{facts['elapsed'] / 3600:.2f} h, about {as_hours(facts['seconds_left'])} left",
+        "rate": f"{rate:,.0f} inner steps/s" if rate else "none yet",
+        "checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none yet",
+        "best": best_line(facts["best"]),
+        "digest": facts["digest"] or "none yet",
+    }
+    for damaged, cause in facts["damaged"].items():
+        lines[f"damaged {damaged}"] = cause
+    for row in facts["warnings"][-5:]:
+        lines[f"warning {row['iteration']}"] = row["cause"]
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def as_hours(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds / 3600:.2f} h"
+
+
+def best_line(best: dict[str, Any] | None) -> str:
+    if best is None:
+        return "none yet"
+    return f"held-out score {best['score']:.4f} at iteration {best['iteration']}"

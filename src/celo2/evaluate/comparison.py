@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -11,13 +11,19 @@ from typing import Any, Literal, NamedTuple
 
 from celo2.evaluate.config import RunConfig, find_task, from_fields, resolve, run_name
 from celo2.evaluate.optimizers import load_rule
-from celo2.evaluate.recipe import Recipe, unlike_data, unlike_work
-from celo2.evaluate.run import end_row
+from celo2.evaluate.recipe import unlike_data, unlike_work
 from celo2.rulefile import digest, write_whole
 from celo2.runs import records
 from celo2.runs.records import Row
 
 State = Literal["waiting", "stopped", "finished", "diverged", "failed"]
+INDEX = "sweep.json"
+KIND = "sweep"  # of a packed sweep's first row
+TRAIN_ROWS = 16  # kept of each run in a packed sweep
+BASELINE = "adamw"
+NONE = "–"
+
+Point = tuple[float, float]  # step, value
 
 
 class Outcome(NamedTuple):
@@ -25,10 +31,30 @@ class Outcome(NamedTuple):
 
     name: str  # of its folder
     config: RunConfig
-    state: State
-    end: Row | None = None
-    error: str | None = None
+    rows: Sequence[Row] = ()  # its records
     fresh: bool = False  # made just now, not found finished
+    stopped: bool = False
+
+    @property
+    def end(self) -> Row | None:
+        """The row with which a run ends; None before."""
+        last = self.rows[-1] if self.rows else {}
+        return last if last.get("kind") == "end" and last.get("finished") else None
+
+    @property
+    def error(self) -> str | None:
+        """Why the run failed; None for one that did not."""
+        last = self.rows[-1] if self.rows else {}
+        return str(last.get("error")) if last.get("kind") == "failed" else None
+
+    @property
+    def state(self) -> State:
+        """How far it came."""
+        if self.error is not None:
+            return "failed"
+        if self.end is None:
+            return "stopped" if self.stopped else "waiting"
+        return "diverged" if self.end["diverged"] else "finished"
 
     @property
     def score(self) -> float | None:
@@ -42,8 +68,39 @@ class Best(NamedTuple):
     config: RunConfig  # with the first of the tuning seeds
     score: float | None  # mean over the tuning seeds; None if no setting has one
     runs: int  # tuning runs that have ended
-    diverged: int  # of these
-    final_scores: tuple[float | None, ...] = ()  # by final seed
+
+
+class Entry(NamedTuple):
+    """One optimizer on one task."""
+
+    label: str
+    best: Best
+    tuning: tuple[Outcome, ...]
+    seeds: tuple[Outcome, ...]  # runs of the best setting: the final ones, else those that tuned
+
+    @property
+    def runs(self) -> list[Outcome]:
+        """All runs, each once."""
+        return list({run.name: run for run in (*self.tuning, *self.seeds)}.values())
+
+    @property
+    def lost(self) -> int:
+        """Seeds of the best setting that diverged, and so have no score."""
+        return sum(run.state == "diverged" for run in self.seeds)
+
+    @property
+    def diverged(self) -> int:
+        """All runs that diverged, those of the final seeds among them."""
+        return sum(run.state == "diverged" for run in self.runs)
+
+
+class Sweep(NamedTuple):
+    """A sweep's folder as read: what was to be run, and what became of it."""
+
+    name: str
+    index: Row  # sweep.json
+    runs: list[Outcome]
+    tasks: dict[str, list[Entry]]
 
 
 def name_of(config: RunConfig) -> str:
@@ -55,72 +112,54 @@ def name_of(config: RunConfig) -> str:
 def read_outcome(config: RunConfig, out: str | PathLike) -> Outcome:
     """What the run's records say."""
     name = name_of(config)
-    end = end_row(Path(out) / name / "records.jsonl")
-    if end is None:
-        return Outcome(name, config, "waiting")
-    return Outcome(name, config, "diverged" if end["diverged"] else "finished", end)
+    return Outcome(name, config, records.read(Path(out) / name / "records.jsonl"))
 
 
-def find_best(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Best]:
-    """By task and label, the setting with the best mean score over its seeds.
+def compare(tuning: Sequence[Outcome], final: Sequence[Outcome] = ()) -> dict[str, list[Entry]]:
+    """Every optimizer's runs and the best setting among them, by task.
 
-    A setting of which any run diverged or failed comes last.
+    The best setting has the best mean score over its seeds; one of which any run diverged or
+    failed comes last.
     """
-    groups: dict[tuple[str, str], dict[RunConfig, list[Outcome]]] = {}
-    for outcome in outcomes:
-        config = outcome.config
-        settings = groups.setdefault((config.task, str(config.label)), {})
-        settings.setdefault(replace(config, seed=0), []).append(outcome)
-    return {key: _best(list(settings.values())) for key, settings in groups.items()}
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for run in tuning:
+        groups.setdefault((run.config.task, str(run.config.label)), []).append(run)
+    tasks: dict[str, list[Entry]] = {}
+    for (task, label), runs in groups.items():
+        settings: dict[RunConfig, list[Outcome]] = {}
+        for run in runs:
+            settings.setdefault(_setting(run), []).append(run)
+        chosen = min(settings.values(), key=setting_cost)
+        score = mean_score(chosen)
+        best = Best(chosen[0].config, score, sum(run.end is not None for run in runs))
+        again = [run for run in final if _setting(run) == _setting(chosen[0])]
+        seeds = () if score is None else tuple(again or chosen)
+        tasks.setdefault(task, []).append(Entry(label, best, tuple(runs), seeds))
+    return tasks
 
 
-def summarize(recipe: Recipe, out: str | PathLike) -> dict[tuple[str, str], Best]:
-    """The best of each optimizer and its final scores, as far as the records go."""
-    best = find_best([read_outcome(config, out) for config in recipe.runs])
-    for key, found in best.items():
-        if found.score is not None:
-            finals = [read_outcome(c, out) for c in recipe.finals([found.config])]
-            best[key] = found._replace(final_scores=tuple(f.score for f in finals))
-    return best
+def _setting(run: Outcome) -> RunConfig:
+    return replace(run.config, seed=0)
 
 
-def _best(settings: list[list[Outcome]]) -> Best:
-    chosen = min(settings, key=setting_cost)
-    cost = setting_cost(chosen)
-    runs = [outcome for members in settings for outcome in members]
-    sign = -1.0 if find_task(chosen[0].config.task).higher_is_better else 1.0
-    return Best(
-        config=chosen[0].config,
-        score=sign * cost if math.isfinite(cost) else None,
-        runs=sum(outcome.end is not None for outcome in runs),
-        diverged=sum(outcome.state == "diverged" for outcome in runs),
-    )
+def mean_score(runs: Sequence[Outcome]) -> float | None:
+    """The mean score of a setting's seeds; None if any has none."""
+    scores = [run.score for run in runs if run.score is not None]
+    return math.fsum(scores) / len(scores) if len(scores) == len(runs) > 0 else None
 
 
-def setting_cost(members: list[Outcome]) -> float:
-    """The mean score of a setting's seeds, turned so that lower is better."""
-    scores = [outcome.score for outcome in members]
-    if any(score is None for score in scores):
+def setting_cost(runs: Sequence[Outcome]) -> float:
+    """The mean score, turned so that lower is better; infinite without one."""
+    mean = mean_score(runs)
+    if mean is None:
         return math.inf
-    mean = math.fsum(score for score in scores if score is not None) / len(scores)
-    return -mean if find_task(members[0].config.task).higher_is_better else mean
+    return -mean if find_task(runs[0].config.task).higher_is_better else mean
 
 
-KIND = "sweep"
-TRAIN_ROWS = 16  # kept of each run
-
-
-def is_packed(path: str | PathLike) -> bool:
-    """Whether the path is a file that `pack` may have written."""
-    return Path(path).is_file()
-
-
-def pack(folder: str | PathLike, path: str | PathLike) -> int:
-    """Writes a sweep's folder to a file; gives the number of runs in it."""
-    folder = Path(folder)
-    index = json.loads((folder / "sweep.json").read_text("utf-8"))
-    names = dict.fromkeys((*index["tuning"], *index["final"]))
-    ended = {name: rows for name in names if _has_ended(rows := _records(folder, name))}
+def pack(sweep: Sweep, path: str | PathLike) -> int:
+    """Writes the runs of a sweep that have ended to one file; gives their number."""
+    ended = {run.name: run.rows for run in sweep.runs if run.end is not None}
+    index = dict(sweep.index)
     for stage in ("tuning", "final"):
         index[stage] = {name: fields for name, fields in index[stage].items() if name in ended}
     lines = [{"kind": KIND, **index}]
@@ -169,46 +208,6 @@ def thin_rows(rows: Sequence[Row], train_rows: int = TRAIN_ROWS) -> list[Row]:
     return [row for row in rows if row.get("kind") != "train" or row["step"] in steps]
 
 
-def _records(folder: Path, name: str) -> list[Row]:
-    return records.read(folder / name / "records.jsonl")
-
-
-def _has_ended(rows: list[Row]) -> bool:
-    return bool(rows) and rows[-1].get("kind") == "end" and bool(rows[-1].get("finished"))
-
-
-BASELINE = "adamw"
-
-
-class Entry(NamedTuple):
-    """One optimizer on one task."""
-
-    label: str
-    best: Best
-    tuning: tuple[Outcome, ...]
-    seeds: tuple[Outcome, ...]  # runs of the best setting: the final ones, else those that tuned
-
-    @property
-    def lost(self) -> int:
-        """Seeds of the best setting that diverged, and so have no score."""
-        return sum(run.state == "diverged" for run in self.seeds)
-
-    @property
-    def diverged(self) -> int:
-        """All runs that diverged, those of the final seeds among them."""
-        runs = {run.name: run for run in (*self.tuning, *self.seeds)}
-        return sum(run.state == "diverged" for run in runs.values())
-
-
-class Sweep(NamedTuple):
-    """A sweep's folder as read: what was to be run, and what became of it."""
-
-    name: str
-    index: Row  # sweep.json
-    tasks: dict[str, list[Entry]]
-    rows: dict[str, list[Row]]  # of every run, by the name of its folder
-
-
 class ScoreRange(NamedTuple):
     """Scores over seeds."""
 
@@ -227,47 +226,51 @@ class Costs(NamedTuple):
     temporary_bytes: float | None
 
 
-def is_sweep(folder: str | PathLike) -> bool:
+def is_sweep(path: str | PathLike) -> bool:
     """Whether a sweep was started in the folder, or is packed in the file."""
-    return (Path(folder) / "sweep.json").is_file() or is_packed(folder)
+    return (Path(path) / INDEX).is_file() or Path(path).is_file()
 
 
-def read_sweep(folder: str | PathLike) -> Sweep:
-    """What a sweep's folder or packed file holds.
+def read_index(folder: Path) -> Row:
+    """What a sweep's folder lists."""
+    try:
+        return json.loads((folder / INDEX).read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / INDEX} lists no runs: {error!r}.") from error
+
+
+def read_sweep(folder: str | PathLike, known: Mapping[str, Sequence[Row]] | None = None) -> Sweep:
+    """What a sweep's folder or packed file holds; the records that are `known` are not read.
 
     No rule or data is needed, so another machine can read it.
     """
     folder = Path(folder)
     if not is_sweep(folder):
-        raise FileNotFoundError(f"{folder} has no sweep.json: give the --out of `celo2 sweep`.")
-    index, packed = read_packed(folder) if is_packed(folder) else (_read_index(folder), {})
+        raise FileNotFoundError(f"{folder} has no {INDEX}: give the --out of `celo2 sweep`.")
+    index, rows = read_packed(folder) if folder.is_file() else (read_index(folder), None)
     try:
-        stages = [_configs(index[stage]) for stage in ("tuning", "final")]
+        tuning, final = (
+            {name: resolve(from_fields(fields)) for name, fields in index[stage].items()}
+            for stage in ("tuning", "final")
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the index of {folder} lists no runs: {error!r}.") from error
-    names = dict.fromkeys(name for stage in stages for name in stage)
-    rows = packed or {name: records.read(folder / name / "records.jsonl") for name in names}
-    if not any(row.get("kind") == "end" for run in rows.values() for row in run):
-        raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
+    names = tuning | final
+    if rows is None:
+        rows = dict(known or {})
+        rows |= {n: records.read(folder / n / "records.jsonl") for n in names if n not in rows}
     if missing := [name for name in names if name not in rows]:
         raise ValueError(f"{folder} is cut off: it lists {missing[0]} and does not hold it.")
-    tuning, final = ([_outcome(n, c, rows[n]) for n, c in stage.items()] for stage in stages)
-    return Sweep(str(index.get("recipe", folder.name)), index, compare(tuning, final), rows)
+    runs = {name: Outcome(name, config, rows[name]) for name, config in names.items()}
+    if not any(run.end is not None for run in runs.values()):
+        raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
+    tasks = compare([runs[name] for name in tuning], [runs[name] for name in final])
+    return Sweep(str(index.get("recipe", folder.name)), index, list(runs.values()), tasks)
 
 
-def compare(tuning: Sequence[Outcome], final: Sequence[Outcome]) -> dict[str, list[Entry]]:
-    """Every optimizer's runs and the best of them, by task."""
-    tasks: dict[str, list[Entry]] = {}
-    for (task, label), best in find_best(tuning).items():
-        mine = tuple(o for o in tuning if (o.config.task, o.config.label) == (task, label))
-        seeds = () if best.score is None else _seeds(best, final) or _seeds(best, mine)
-        tasks.setdefault(task, []).append(Entry(label, best, mine, seeds))
-    return tasks
-
-
-def score_range(scores: Iterable[float | None]) -> ScoreRange | None:
+def score_range(runs: Iterable[Outcome]) -> ScoreRange | None:
     """The mean and the range of the scores that there are."""
-    found = [score for score in scores if score is not None]
+    found = [run.score for run in runs if run.score is not None]
     if not found:
         return None
     return ScoreRange(math.fsum(found) / len(found), min(found), max(found), len(found))
@@ -275,15 +278,15 @@ def score_range(scores: Iterable[float | None]) -> ScoreRange | None:
 
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:
     """AdamW's entry, if it has a score."""
-    scored = [entry for entry in entries if score_range(run.score for run in entry.seeds)]
+    scored = [entry for entry in entries if score_range(entry.seeds)]
     named = [entry for entry in scored if entry.label == BASELINE]
     return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
 
 
-def metric_of(sweep: Sweep, entry: Entry) -> tuple[str, bool]:
+def metric_of(entry: Entry) -> tuple[str, bool]:
     """The metric by which runs are compared, and whether higher is better."""
     for run in entry.tuning:
-        for row in sweep.rows[run.name]:
+        for row in run.rows:
             if row.get("kind") == "start":
                 return row["metric"], row["higher_is_better"]
     spec = find_task(entry.best.config.task)
@@ -297,12 +300,10 @@ def sensitivity(entry: Entry) -> list[tuple[float, float | None]]:
         if run.end is not None:
             decays = settings.setdefault(run.config.learning_rate, {})
             decays.setdefault(run.config.weight_decay, []).append(run)
-    points = []
-    for rate, decays in sorted(settings.items()):
-        runs = min(decays.values(), key=setting_cost)
-        mean = score_range(run.score for run in runs) if math.isfinite(setting_cost(runs)) else None
-        points.append((rate, None if mean is None else mean.mean))
-    return points
+    return [
+        (rate, mean_score(min(decays.values(), key=setting_cost)))
+        for rate, decays in sorted(settings.items())
+    ]
 
 
 def edge_of(entry: Entry) -> str | None:
@@ -316,41 +317,13 @@ def edge_of(entry: Entry) -> str | None:
 
 def costs_of(entry: Entry) -> Costs:
     """What a step costs; of the runs that did not diverge."""
-    ends = [run.end for run in (*entry.tuning, *entry.seeds) if run.state == "finished" and run.end]
+    ends = [run.end for run in entry.runs if run.state == "finished" and run.end]
 
     def middle(field: str) -> float | None:
         found = [end[field] for end in ends if end.get(field) is not None]
         return median(found) if found else None
 
     return Costs(*map(middle, Costs._fields))
-
-
-def _read_index(folder: Path) -> Row:
-    try:
-        return json.loads((folder / "sweep.json").read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'sweep.json'} lists no runs: {error!r}.") from error
-
-
-def _configs(stage: Row) -> dict[str, RunConfig]:
-    return {name: resolve(from_fields(fields)) for name, fields in stage.items()}
-
-
-def _seeds(best: Best, runs: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    setting = replace(best.config, seed=0)
-    return tuple(run for run in runs if replace(run.config, seed=0) == setting)
-
-
-def _outcome(name: str, config: RunConfig, rows: Sequence[Row]) -> Outcome:
-    last = rows[-1] if rows else {}
-    if last.get("kind") == "failed":
-        return Outcome(name, config, "failed", error=str(last.get("error")))
-    if last.get("kind") != "end" or not last.get("finished"):
-        return Outcome(name, config, "waiting")
-    return Outcome(name, config, "diverged" if last["diverged"] else "finished", last)
-
-
-Point = tuple[float, float]  # step, value
 
 
 class Reached(NamedTuple):
@@ -374,10 +347,10 @@ def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
     return [(s, math.fsum(c[s] for c in columns) / len(columns)) for s in sorted(shared)]
 
 
-def best_curve(sweep: Sweep, entry: Entry, kind: str, field: str, name: str) -> list[Point]:
+def best_curve(entry: Entry, kind: str, field: str, name: str) -> list[Point]:
     """The mean curve of the seeds that have a score."""
     runs = [run for run in entry.seeds if run.score is not None]
-    return mean_curve([curve(sweep.rows[run.name], kind, field, name) for run in runs])
+    return mean_curve([curve(run.rows, kind, field, name) for run in runs])
 
 
 def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> float | None:
@@ -398,20 +371,91 @@ def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> floa
     return None
 
 
-def reach(sweep: Sweep, entry: Entry, baseline: Entry) -> Reached | None:
+def reach(entry: Entry, baseline: Entry) -> Reached | None:
     """When the mean validation curve comes to the baseline's final mean.
 
     None if it never does, or if a seed diverged.
     """
     if entry.lost:
         return None
-    goal, steps = score_range(run.score for run in baseline.seeds), baseline.best.config.steps
-    metric, higher = metric_of(sweep, entry)
-    points = best_curve(sweep, entry, "valid", "metrics", metric)
+    goal, steps = score_range(baseline.seeds), baseline.best.config.steps
+    metric, higher = metric_of(entry)
+    points = best_curve(entry, "valid", "metrics", metric)
     found = None if goal is None else steps_to_reach(points, goal.mean, higher)
     if found is None or steps is None:
         return None
     return Reached(found, steps / found if found > 0 else math.inf)
+
+
+def score_table(entries: Sequence[Entry]) -> list[list[str]]:
+    """The best of each optimizer on one task, with a head; the first column names it."""
+    baseline, (metric, _) = baseline_of(entries), metric_of(entries[0])
+    head = ["optimizer", "best rate", "decay", f"final {metric}", "range", "seeds", "tuning runs"]
+    head += ["diverged", "steps to AdamW's", "speed-up"]
+    return [head, *(_score_row(entry, baseline) for entry in entries)]
+
+
+def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
+    """What a step of each optimizer costs, with a head."""
+    rows = [["optimizer", "ms per step", "against AdamW", "compile s", "state", "step memory"]]
+    baseline = baseline_of(entries)
+    base = None if baseline is None else costs_of(baseline).seconds_per_step
+    for entry in entries:
+        costs = costs_of(entry)
+        seconds = costs.seconds_per_step
+        ratio = seconds / base if seconds and base else None
+        rows.append(
+            [
+                entry.label,
+                NONE if seconds is None else f"{1e3 * seconds:.3g}",
+                NONE if ratio is None else f"{ratio:.2f}×",
+                NONE if costs.compile_seconds is None else f"{costs.compile_seconds:.1f}",
+                _size(costs.state_bytes),
+                _size(costs.temporary_bytes),
+            ]
+        )
+    return rows
+
+
+def as_text(table: Sequence[Sequence[str]]) -> str:
+    """A table in columns of equal width.
+
+    >>> print(as_text([["optimizer", "loss"], ["adamw", "1.5"]]))
+    optimizer  loss
+    adamw      1.5
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _score_row(entry: Entry, baseline: Entry | None) -> list[str]:
+    best, score = entry.best, score_range(entry.seeds)
+    found = None if baseline is None else reach(entry, baseline)
+    missing = "not reached" if baseline is not None and score is not None else NONE
+    return [
+        entry.label,
+        NONE if best.score is None else f"{best.config.learning_rate:g}",
+        NONE if best.score is None else f"{best.config.weight_decay:g}",
+        NONE if score is None else f"{score.mean:#.4g}{without_lost(entry)}",
+        NONE if score is None or score.count < 2 else f"{score.low:#.4g} … {score.high:#.4g}",
+        str(0 if score is None else score.count),
+        str(best.runs),
+        str(entry.diverged),
+        missing if found is None else f"{found.steps:.0f}",
+        missing if found is None else f"{found.speed_up:.2f}×",
+    ]
+
+
+def _size(value: float | None) -> str:
+    """Bytes in the unit that fits."""
+    if value is None:
+        return NONE
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
 
 
 def caveats(entries: Sequence[Entry]) -> list[str]:
@@ -431,8 +475,7 @@ def data_caveats(sweep: Sweep) -> list[str]:
     """A sentence for each task whose runs were not all on the same data."""
     found = []
     for task, entries in sweep.tasks.items():
-        names = [run.name for entry in entries for run in (*entry.tuning, *entry.seeds)]
-        if what := unlike_data(sweep.rows, names):
+        if what := unlike_data(run.rows for entry in entries for run in entry.runs):
             found.append(f"{task}: {what}; scores cannot be compared.")
     return found
 
@@ -444,7 +487,7 @@ def without_lost(entry: Entry) -> str:
 
 def _caveats_of(entry: Entry) -> list[str]:
     best, found = entry.best, []
-    runs = {run.name: run for run in (*entry.tuning, *entry.seeds)}.values()
+    runs = entry.runs
     if edge := edge_of(entry):
         rate = f"{best.config.learning_rate:g}"
         found.append(f"its best rate, {rate}, is the {edge} tried; others may be better.")

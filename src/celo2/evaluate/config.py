@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from celo2.rule import ADAM_MULTIPLIER
-from celo2.runs.address import import_function
 from celo2.runs.checkpoint import digest_json
-from celo2.runs.fields import replace_fields, to_fields
+from celo2.runs.fields import import_function, replace_fields, to_fields
 from celo2.tasks import TaskSpec, task_spec
 
 OWN_STEPS = 1000

@@ -15,7 +15,7 @@ from celo2.jax import celo2
 from celo2.jax.optimizer import route_all
 from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
 from celo2.rulefile import as_rule
-from celo2.runs.address import import_function
+from celo2.runs.fields import import_function
 
 
 def schedule_shape(config: RunConfig, updates: int) -> optax.Schedule:

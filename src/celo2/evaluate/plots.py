@@ -64,13 +64,13 @@ def write_svg(figure: Figure, file) -> None:
 def draw_curves(sweep: Sweep, task: str) -> Figure:
     """The best setting of each optimizer: training as a line, validation as points."""
     entries = sweep.tasks[task]
-    metric, higher = metric_of(sweep, entries[0])
+    metric, higher = metric_of(entries[0])
     figure, axes = _start(f"{metric} by step", "step", metric)
     seen: list[Point] = []
     for entry in entries:
         color, marker = _style(sweep, entry)
-        train = thin(best_curve(sweep, entry, "train", "metrics", metric))
-        valid = best_curve(sweep, entry, "valid", "metrics", metric)
+        train = thin(best_curve(entry, "train", "metrics", metric))
+        valid = best_curve(entry, "valid", "metrics", metric)
         seen += train + valid
         axes.plot(*_columns(train), color=color, linewidth=1, alpha=0.55)
         axes.plot(*_columns(valid), marker, color=color, markersize=4)
@@ -85,7 +85,7 @@ def draw_curves(sweep: Sweep, task: str) -> Figure:
 def draw_rates(sweep: Sweep, task: str) -> Figure:
     """The final score against the learning rate; rates that diverged are crosses on top."""
     entries = sweep.tasks[task]
-    metric, _ = metric_of(sweep, entries[0])
+    metric, _ = metric_of(entries[0])
     figure, axes = _start(f"final validation {metric}", "learning rate", metric)
     rates, scores = [], []
     for entry in entries:
@@ -147,7 +147,7 @@ def _draw_rms(sweep: Sweep, task: str, field: str, title: str) -> Figure:
     drawn, values = set(), []
     for entry in sweep.tasks[task]:
         color, _ = _style(sweep, entry)
-        curves = {group: best_curve(sweep, entry, "train", field, group) for group in GROUPS}
+        curves = {group: best_curve(entry, "train", field, group) for group in GROUPS}
         for group, points in curves.items():
             positive = [(step, value) for step, value in thin(points) if value > 0]
             if positive:

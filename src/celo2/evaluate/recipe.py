@@ -133,6 +133,34 @@ def parse(content: Mapping[str, Any], name: str) -> Recipe:
     return Recipe(name, tuple(dict.fromkeys(runs)), _seeds(content, "final_seeds"), texts)
 
 
+def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
+    """The recipe's runs of these optimizers; of all if there are none."""
+    known = list(dict.fromkeys(str(config.label) for config in recipe.runs))
+    for label in labels:
+        if label not in known:
+            raise ValueError(f"{label!r} is not one of {', '.join(known)}.")
+    chosen = labels or known
+    return replace(recipe, runs=tuple(c for c in recipe.runs if c.label in chosen))
+
+
+def split_label(text: str) -> tuple[str, str]:
+    """A label and a rule.
+
+    >>> split_label("mine=runs/mine/rule.safetensors")
+    ('mine', 'runs/mine/rule.safetensors')
+    """
+    label, sign, rule = text.partition("=")
+    if not (label and sign and rule):
+        raise ValueError(f"--also {text!r} is not LABEL=RULE, as in mine=rule.safetensors.")
+    return label, rule
+
+
+def count_all_runs(recipe: Recipe) -> int:
+    """The runs of both stages, unless all of an optimizer's diverge."""
+    seeds = set(recipe.final_seeds) - {config.seed for config in recipe.runs}
+    return len(recipe.runs) + len(seeds) * sum(len(row) for row in recipe.budgets().values())
+
+
 def _with_rules(content: Mapping[str, Any], rules: Mapping[str, str]) -> Mapping[str, Any]:
     """The content with a further optimizer for each rule, tuned as celo2 is."""
     optimizers = content.get("optimizers", {})
@@ -231,9 +259,9 @@ def unlike_work(configs: Sequence[RunConfig]) -> list[str]:
     return [f"{name} differ ({_list(found)})" for name, found in values.items() if _differ(found)]
 
 
-def unlike_data(rows: Mapping[str, Sequence[Row]], names: Iterable[str]) -> str | None:
+def unlike_data(records: Iterable[Sequence[Row]]) -> str | None:
     """Who was trained on which data, if these runs were not all on the same; else None."""
-    starts = [row for name in names for row in rows.get(name, ()) if row.get("kind") == "start"]
+    starts = [row for rows in records for row in rows if row.get("kind") == "start"]
     found = [(row["config"]["label"], str(row.get("data"))[:8]) for row in starts]
     return f"data differ (SHA-256 {_list(found)})" if _differ(found) else None
 

@@ -7,20 +7,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from celo2.evaluate.comparison import (
     Entry,
     Sweep,
-    baseline_of,
     caveats,
-    costs_of,
+    cost_table,
     data_caveats,
     metric_of,
-    reach,
-    read_sweep,
     score_range,
-    without_lost,
+    score_table,
 )
 from celo2.evaluate.plots import FIGURES, write_svg
 from celo2.evaluate.recipe import TEXTS
@@ -33,7 +29,6 @@ TITLES = {
     "update_rms": "RMS of updates, learning rate included",
     "param_rms": "RMS of parameters",
 }
-NONE = "–"
 STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff;
@@ -71,11 +66,6 @@ READ = (
 )
 
 
-def write_report(folder: str | PathLike, out: str | PathLike) -> Path:
-    """Writes the page of a sweep's folder, and gives its path."""
-    return write_page(read_sweep(folder), out)
-
-
 def write_page(sweep: Sweep, out: str | PathLike) -> Path:
     """Writes the page of a sweep that was read, and gives its path."""
     page = build_page(sweep)
@@ -110,86 +100,37 @@ def build_page(sweep: Sweep) -> str:
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Where the records come from; what differs between runs is given in all its forms."""
-    starts = [row for rows in sweep.rows.values() for row in rows if row.get("kind") == "start"]
-    told = [row for rows in sweep.rows.values() for row in rows if row.get("versions")]
-    ended = sum(any(row.get("kind") == "end" for row in rows) for rows in sweep.rows.values())
+    rows = [row for run in sweep.runs for row in run.rows]
+    starts = [row for row in rows if row.get("kind") == "start"]
+    told = [row for row in rows if row.get("versions")]
+    ended = sum(run.end is not None for run in sweep.runs)
     times = [row["time"] for row in starts if row.get("time") is not None]
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(moment)) for moment in times})
     rules = {(row["config"]["label"], row["rule"]) for row in starts if row.get("rule")}
     lines = [(key, str(sweep.index[key])) for key in TEXTS if sweep.index.get(key)]
-    lines += [("runs", f"{ended} of {len(sweep.rows)} ended")]
+    lines += [("runs", f"{ended} of {len(sweep.runs)} ended")]
     lines += [("date (UTC)", " to ".join(dict.fromkeys((days[0], days[-1]))))] if days else []
     lines += [("versions", text) for text in _distinct(row["versions"] for row in told)]
     lines += [("hardware", text) for text in _distinct(row.get("hardware") or {} for row in told)]
     return lines + [("rule", f"{label}: SHA-256 {rule}") for label, rule in sorted(rules)]
 
 
-def score_table(sweep: Sweep, task: str) -> list[list[str]]:
-    """The best of each optimizer, with a head; the first column names it."""
-    entries = sweep.tasks[task]
-    baseline = baseline_of(entries)
-    metric, _ = metric_of(sweep, entries[0])
-    head = ["optimizer", "best rate", "decay", f"final {metric}", "range", "seeds", "tuning runs"]
-    head += ["diverged", "steps to AdamW's", "speed-up"]
-    return [head, *(_score_row(sweep, entry, baseline) for entry in entries)]
-
-
-def cost_table(sweep: Sweep, task: str) -> list[list[str]]:
-    """What a step of each optimizer costs, with a head."""
-    rows = [["optimizer", "ms per step", "against AdamW", "compile s", "state", "step memory"]]
-    baseline = baseline_of(sweep.tasks[task])
-    base = None if baseline is None else costs_of(baseline).seconds_per_step
-    for entry in sweep.tasks[task]:
-        costs = costs_of(entry)
-        seconds = costs.seconds_per_step
-        ratio = seconds / base if seconds and base else None
-        rows.append(
-            [
-                entry.label,
-                _number(None if seconds is None else 1e3 * seconds, ".3g"),
-                NONE if ratio is None else f"{ratio:.2f}×",
-                _number(costs.compile_seconds, ".1f"),
-                _size(costs.state_bytes),
-                _size(costs.temporary_bytes),
-            ]
-        )
-    return rows
-
-
-def _score_row(sweep: Sweep, entry: Entry, baseline: Entry | None) -> list[str]:
-    best, score = entry.best, score_range(run.score for run in entry.seeds)
-    found = None if baseline is None else reach(sweep, entry, baseline)
-    missing = "not reached" if baseline is not None and score is not None else NONE
-    return [
-        entry.label,
-        NONE if best.score is None else f"{best.config.learning_rate:g}",
-        NONE if best.score is None else f"{best.config.weight_decay:g}",
-        NONE if score is None else f"{score.mean:#.4g}{without_lost(entry)}",
-        NONE if score is None or score.count < 2 else f"{score.low:#.4g} … {score.high:#.4g}",
-        str(0 if score is None else score.count),
-        str(best.runs),
-        str(entry.diverged),
-        missing if found is None else f"{found.steps:.0f}",
-        missing if found is None else f"{found.speed_up:.2f}×",
-    ]
-
-
 def _section(sweep: Sweep, task: str) -> str:
     entries = sweep.tasks[task]
-    metric, higher = metric_of(sweep, entries[0])
+    metric, higher = metric_of(entries[0])
     config = entries[0].best.config
     about = f"{config.steps} steps of {config.batch} examples; compared by {metric}, where "
-    about += f"{'higher' if higher else 'lower'} is better{_parameters(sweep, entries)}."
+    about += f"{'higher' if higher else 'lower'} is better{_parameters(entries)}."
     figures = "\n".join(_figure(sweep, task, name) for name in FIGURES)
     return f"""<h2>{escape(task)}</h2>
 <p>{escape(about)}</p>
-{_table(score_table(sweep, task), _winner(entries, higher))}
+{_table(score_table(entries), _winner(entries, higher))}
 {_notes(caveats(entries))}
 <div class="figures">
 {figures}
 </div>
 <h3>Cost</h3>
-{_table(cost_table(sweep, task))}"""
+{_table(cost_table(entries))}"""
 
 
 def _notes(sentences: Sequence[str]) -> str:
@@ -197,15 +138,15 @@ def _notes(sentences: Sequence[str]) -> str:
     return f'<ul class="notes">{lines}</ul>' if lines else ""
 
 
-def _parameters(sweep: Sweep, entries: Sequence[Entry]) -> str:
-    rows = [row for entry in entries for run in entry.tuning for row in sweep.rows[run.name]]
+def _parameters(entries: Sequence[Entry]) -> str:
+    rows = [row for entry in entries for run in entry.tuning for row in run.rows]
     sizes = next((row["sizes"] for row in rows if row.get("sizes")), None)
     return f"; {sizes['parameters']:,} parameters" if sizes else ""
 
 
 def _winner(entries: Sequence[Entry], higher: bool) -> str | None:
     sound = [entry for entry in entries if not entry.lost]
-    means = {entry.label: score_range(run.score for run in entry.seeds) for entry in sound}
+    means = {entry.label: score_range(entry.seeds) for entry in sound}
     found = {label: score.mean for label, score in means.items() if score is not None}
     return (max if higher else min)(found, key=found.__getitem__) if found else None
 
@@ -236,18 +177,3 @@ def _row(cells: Iterable[str], attribute: str = "") -> str:
 
 def _distinct(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(", ".join(f"{k} {v}" for k, v in row.items()) for row in rows))
-
-
-def _number(value: Any, form: str) -> str:
-    return NONE if value is None else format(value, form)
-
-
-def _size(value: float | None) -> str:
-    """Bytes in the unit that fits."""
-    if value is None:
-        return NONE
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from celo2.metatrain.config import FamilyConfig, MetaConfig, of_family
-from celo2.runs.address import import_function
 from celo2.runs.checkpoint import digest_arrays, name_arrays
+from celo2.runs.fields import import_function
 from celo2.tasks import (
     ImageSet,
     LMConfig,

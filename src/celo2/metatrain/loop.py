@@ -1,37 +1,80 @@
-"""Meta-training as a job of the run engine: iterations, held-out tries, rules."""
+"""Meta-training as a job of the run engine: iterations, divergence, held-out tries, rules."""
 
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from celo2 import rulefile
 from celo2.metatrain.config import MetaConfig, from_fields
-from celo2.metatrain.divergence import Limits, Streaks, inspect
 from celo2.metatrain.families import Source, load_families
+from celo2.metatrain.heldout import Tries, begin_try, end_try, resume_try, stop_tries
 from celo2.metatrain.outer import MetaMetrics, MetaState, Program, build, make_mesh
 from celo2.rule import Rule
 from celo2.runs import checkpoint, records
-from celo2.runs.engine import SAVE_SECONDS, Advanced, Job, run_job
+from celo2.runs.engine import Advanced, Job, run_job
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunFolder
-from celo2.runs.machine import version
-from celo2.runs.processes import is_primary
+from celo2.runs.processes import is_primary, some_process, version
 from celo2.runs.records import Row
 from celo2.tasks import Task
 
 CHUNK = 10  # most iterations between two rows
-SAVE_SECONDS_BEFORE_TRY = 60.0  # a try takes a minute, in which a run may be killed
-RULE, BEST = "rule.safetensors", "best.safetensors"  # files of a run's folder
+RULE, BEST, HELDOUT = "rule.safetensors", "best.safetensors", "heldout"  # in a run's folder
+POLL_SECONDS = 0.2
+AT_LIMIT = 0.99  # of the highest loss
+STREAK_CAUSES = {
+    "stuck": "the meta-loss is at its limit",
+    "blind": "no entry of the meta-gradient is finite",
+    "idle": "the meta-gradient is zero, so the rule learns nothing,",
+}
 
-TryRule = Callable[[Rule], dict[str, Any] | None]
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run is given up.
+
+    Args:
+        weight_norm: norm of the rule's weights above which it has exploded.
+        patience: iterations in a row that may go wrong.
+    """
+
+    weight_norm: float = 1e3
+    patience: int = 100
+
+    def __post_init__(self):
+        if self.patience < 1:
+            raise ValueError(f"patience={self.patience} must be at least 1.")
+        if not self.weight_norm > 0:
+            raise ValueError(f"weight_norm={self.weight_norm} must be positive.")
+
+
+class Trouble(NamedTuple):
+    """Something wrong at an iteration; `fatal` ends the run."""
+
+    iteration: int
+    cause: str
+    fatal: bool
+
+
+class Streaks(NamedTuple):
+    """For how many iterations in a row something was wrong."""
+
+    stuck: int = 0  # the loss was at its limit
+    blind: int = 0  # no entry of the gradient was finite
+    idle: int = 0  # neither, and the gradient was zero
+
+    @property
+    def bad(self) -> bool:
+        """Whether the rule may be spoilt; an idle one is as good as it was."""
+        return self.stuck > 0 or self.blind > 0
 
 
 def metatrain(
@@ -44,7 +87,7 @@ def metatrain(
     init_from: Rule | str | PathLike | None = None,
     minutes: float | None = None,
     checkpoint_every: int | None = None,
-    try_rule: TryRule | None = None,
+    try_command: Sequence[str] | None = None,
     try_every: int = 2000,
     limits: Limits | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -62,9 +105,11 @@ def metatrain(
         init_from: the rule a new run starts from, with the same RuleConfig.
         minutes: after which the run saves and stops.
         checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
-        try_rule: tries a rule on held-out problems; the lower the `score` it returns, the better.
-            None says that the try was given up, and gives no row.
-        try_every: iterations between those tries; a longer run is tried at its end too.
+        try_command: tries a rule file, whose path is added to it, on held-out problems, such as
+            ("celo2", "try", "--json"). It runs beside this process and prints a JSON object; the
+            lower its `score`, the better. The best rule so far is kept as best.safetensors.
+        try_every: iterations between those tries, or more where one takes longer than that; a
+            longer run is tried at its end too, and waits for it.
         limits: when a diverging run is given up, with a Diverged error.
         stop: asked between calls of up to ten iterations; True saves and stops.
 
@@ -76,26 +121,31 @@ def metatrain(
         raise ValueError(f"try_every={try_every} must be at least 1.")
     folder = RunFolder(Path(out))
     config = from_fields(to_fields(config))  # so that 1 and 1.0 are the same
-    periods = [p for p in (CHUNK, checkpoint_every, try_every if try_rule else None) if p]
+    periods = [p for p in (CHUNK, checkpoint_every, try_every if try_command else None) if p]
+    tries = Tries(folder.path / HELDOUT, try_command, try_every) if try_command else None
 
     def make() -> Job:
         continues = resume and bool(checkpoint.list_iterations(folder.checkpoints))
         start = None if init_from is None or continues else matching_rule(config, init_from)
         source = load_families(config, data, task)
         program = build(config, source.families, make_mesh())
-        run = Run(folder, config, source, program, limits or Limits(), try_rule, try_every)
+        run = Run(folder, config, source, program, limits or Limits(), tries, stop)
         if start is not None:
             run.begun_from = _describe(start, init_from)
         return _job(run, start, tuple(periods))
 
-    yield from run_job(
-        folder,
-        make,
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        minutes=minutes,
-        stop=stop,
-    )
+    try:
+        yield from run_job(
+            folder,
+            make,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            minutes=minutes,
+            stop=stop,
+        )
+    finally:
+        if tries is not None:
+            stop_tries(tries)
 
 
 @dataclass
@@ -107,11 +157,10 @@ class Run:
     source: Source
     program: Program
     limits: Limits
-    try_rule: TryRule | None
-    try_every: int
+    tries: Tries | None
+    stop: Callable[[], bool]
     begun_from: dict[str, str] | None = None  # the rule it was started from
-    best: dict[str, Any] | None = None  # iteration and result of the best rule so far
-    tried: dict[str, Any] | None = None  # the same of the newest try
+    heldout: list[Row] = field(default_factory=list)  # the rows of tries
     streaks: Streaks = Streaks()
     elapsed_before: float = 0.0  # seconds, in earlier processes
     started: float = field(default_factory=time.monotonic)
@@ -126,20 +175,16 @@ def _job(run: Run, start: Rule | None, periods: tuple[int, ...]) -> Job:
 
     def recall(meta: Mapping[str, Any]) -> None:
         run.elapsed_before, run.begun_from = meta["elapsed"], meta["begun_from"]
-        run.best, run.tried = meta["best"], meta["tried"]
-
-    def memory() -> dict[str, Any]:
-        names = ("elapsed", "begun_from", "best", "tried")
-        return {name: getattr(run, name) for name in names}
+        rows = records.read(run.folder.records)
+        run.heldout = [row for row in rows if row.get("kind") == "heldout"]
+        if run.tries is not None and is_primary():
+            newest = max((row["iteration"] for row in run.heldout), default=0)
+            resume_try(run.tries, newest, meta["iteration"])
 
     def advance(state: MetaState, done: int, until: int) -> Advanced:
         began = time.monotonic()
         state, metrics = run.program.run(state, until - done)
         return _inspected(run, state, until, metrics, time.monotonic() - began)
-
-    def follow(state: MetaState, done: int) -> Iterator[Row]:
-        if run.try_rule is not None and _is_tried(run, done):
-            yield from _try(run, run.try_rule, state, done)
 
     return Job(
         count="iteration",
@@ -152,15 +197,10 @@ def _job(run: Run, start: Rule | None, periods: tuple[int, ...]) -> Job:
         periods=periods,
         first_rows=lambda state, done: [_start_row(run, done)],
         last_row=lambda state, done, reason: {"kind": "end", "iteration": done, "reason": reason},
-        follow=follow,
-        memory=memory,
+        follow=lambda state, done: _try(run, state, done),
+        memory=lambda: {"elapsed": run.elapsed, "begun_from": run.begun_from},
         recall=recall,
         export=lambda state, done: rulefile.save(_rule(run, state, done), run.folder.path / RULE),
-        save_seconds=lambda until: (
-            SAVE_SECONDS_BEFORE_TRY
-            if run.try_rule is not None and _is_tried(run, until)
-            else SAVE_SECONDS
-        ),
         save_first=True,
     )
 
@@ -174,7 +214,7 @@ def _inspected(
     highest = sum(f.problems * f.highest_loss for f in families)
     highest /= sum(f.problems for f in families)
     count = sum(np.size(w) for w in state.weights.values())
-    run.streaks, troubles = inspect(run.streaks, run.limits, highest, count, done, metrics)
+    run.streaks, troubles = check_iterations(run.streaks, run.limits, highest, count, done, metrics)
     rows += [{"kind": "warning", **trouble._asdict()} for trouble in troubles]
     fatal = next((trouble for trouble in troubles if trouble.fatal), None)
     finite = all(np.isfinite(w).all() for w in state.average.values())
@@ -216,23 +256,54 @@ def train_row(run: Run, done: int, metrics: MetaMetrics, seconds: float) -> Row:
     return row
 
 
-def _try(run: Run, try_rule: TryRule, state: MetaState, done: int) -> Iterator[Row]:
-    """Tries the current rule, and keeps it if it is the best so far."""
-    result = records.clean(try_rule(_rule(run, state, done)))
+def _try(run: Run, state: MetaState, done: int) -> Iterator[Row]:
+    """Starts to try the rule when it is due and no try is under way, and yields what came of one.
+
+    At the end of a run it waits, unless the run is asked to stop.
+    """
+    tries, total = run.tries, run.config.iterations
+    while tries is not None:
+        if is_primary():
+            yield from _tried(run, tries, done)
+            if tries.is_due(done, total) and not tries.is_running():
+                begin_try(tries, _rule(run, state, done))
+        if done < total:
+            return
+        running = is_primary() and (tries.is_running() or tries.is_due(done, total))
+        running, stopped = some_process(running, run.stop())
+        if stopped or not running:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _tried(run: Run, tries: Tries, done: int) -> Iterator[Row]:
+    """The row of a try that has ended; its rule is kept if it is the best so far."""
+    try:
+        result = end_try(tries)
+    except (ValueError, OSError) as error:
+        yield {"kind": "warning", "iteration": done, "cause": str(error)}
+        return
     if result is None:
         return
-    run.tried = {"iteration": done, **result}
-    score = result.get("score")
-    if score is not None and (run.best is None or score < run.best["score"]):
-        run.best = run.tried
-        if is_primary():
-            rulefile.save(_rule(run, state, done), run.folder.path / BEST)
-    yield {"kind": "heldout", **run.tried, "elapsed": run.elapsed}
+    result = {name: value for name, value in result.items() if name != "optimizers"}
+    row = records.clean({"kind": "heldout", "iteration": tries.begun, **result})
+    best = best_row(run.heldout)
+    if best_row([row]) and (best is None or row["score"] < best["score"]):
+        rule = rulefile.load(tries.rule_file)
+        origin = {**rule.origin, "heldout": _without_kind(row)}
+        rulefile.save(replace(rule, origin=origin), run.folder.path / BEST)
+    run.heldout.append(row)
+    yield row | {"elapsed": run.elapsed}
 
 
-def _is_tried(run: Run, iteration: int) -> bool:
-    last = iteration == run.config.iterations > run.try_every
-    return iteration % run.try_every == 0 or last
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """The held-out row with the lowest score; None if none has one."""
+    scored = [row for row in rows if row.get("kind") == "heldout" and row.get("score") is not None]
+    return min(scored, key=lambda row: row["score"], default=None)
+
+
+def _without_kind(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("kind", "elapsed")}
 
 
 def _rule(run: Run, state: MetaState, done: int) -> Rule:
@@ -246,7 +317,7 @@ def _rule(run: Run, state: MetaState, done: int) -> Rule:
         "data": run.source.checksums,
         "hours": round(run.elapsed / 3600, 3),
         **({"init_from": run.begun_from} if run.begun_from else {}),
-        **({"heldout": run.tried} if run.tried else {}),
+        **({"heldout": _without_kind(run.heldout[-1])} if run.heldout else {}),
     }
     return Rule(run.config.rule, {k: np.asarray(w) for k, w in state.average.items()}, origin)
 
@@ -312,3 +383,46 @@ def _describe(rule: Rule, init_from: Any) -> dict[str, str]:
 
 def _short(number: Any) -> float:
     return float(f"{float(number):.6g}")
+
+
+def check_iterations(
+    streaks: Streaks,
+    limits: Limits,
+    highest_loss: float,
+    weights: int,
+    last: int,
+    metrics: MetaMetrics,
+) -> tuple[Streaks, list[Trouble]]:
+    """What is wrong with the iterations that end with number `last`.
+
+    `weights` is how many the rule has. A streak is reported once, at a tenth of the patience, and
+    is fatal at its end, but for an idle one; what cannot heal is fatal at once.
+    """
+    troubles: list[Trouble] = []
+    first = last - len(metrics.loss) + 1
+    warn_at = max(1, limits.patience // 10)
+    for i, loss in enumerate(metrics.loss):
+        iteration = first + i
+        if cause := _fatal_cause(limits, float(loss), float(metrics.weight_norm[i])):
+            troubles.append(Trouble(iteration, cause, True))
+            break
+        stuck, blind = loss >= AT_LIMIT * highest_loss, metrics.bad_entries[i] >= weights
+        idle = metrics.gradient_norm[i] == 0 and not stuck and not blind
+        now = (stuck, blind, idle)
+        streaks = Streaks(*(n + 1 if up else 0 for n, up in zip(streaks, now, strict=True)))
+        for name, length in streaks._asdict().items():
+            if length == warn_at or (length == limits.patience and name != "idle"):
+                cause = f"{STREAK_CAUSES[name]} for {length} iteration{'s' * (length > 1)} in a row"
+                fatal = length >= limits.patience and name != "idle"
+                troubles.append(Trouble(iteration, cause, fatal))
+    return streaks, troubles
+
+
+def _fatal_cause(limits: Limits, loss: float, weight_norm: float) -> str | None:
+    if not np.isfinite(weight_norm):
+        return "the rule's weights are no longer finite"
+    if not np.isfinite(loss):
+        return f"the meta-loss is {loss}"
+    if weight_norm > limits.weight_norm:
+        return f"the rule's weights have norm {weight_norm:.4g}, above {limits.weight_norm:g}"
+    return None

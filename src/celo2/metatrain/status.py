@@ -4,6 +4,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from celo2.metatrain.loop import best_row
 from celo2.runs import checkpoint, records
 from celo2.runs.folder import RunFolder, is_alive, read_owner
 from celo2.runs.records import Row
@@ -41,7 +42,7 @@ def status(out: str | PathLike) -> dict[str, Any]:
         "checkpoints": checkpoint.list_iterations(folder.checkpoints),
         "damaged": {str(damage.iteration): damage.cause for damage in damages},
         "digest": None if found is None else found.meta["digest"],
-        "best": None if found is None else found.meta["best"],
+        "best": best_row(rows),
         "warnings": [row for row in rows if row.get("kind") == "warning"],
         "data": stored["data"],
         "version": stored["version"],

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from celo2.runs.folder import RunRefused
+from celo2.runs.processes import some_process
 
 T = TypeVar("T")
 
@@ -196,54 +198,47 @@ def list_iterations(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
-def read_newest(folder: Path) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest checkpoint that is whole, on the host, and those after it that are not."""
+def read_newest(folder: Path, abstract: Any = None) -> tuple[Checkpoint | None, list[Damage]]:
+    """The newest checkpoint that every process can read, and those after it that are damaged.
+
+    Its arrays are on the devices of `abstract`, however many had them when they were saved, or on
+    the host without it. Which checkpoints there are is process 0's to say.
+    """
     damages = []
-    for iteration in reversed(list_iterations(folder)):
-        try:
-            return read(folder, iteration), damages
-        except RunRefused:
-            raise
-        except Exception as error:  # whatever a damaged file makes orbax raise
-            damages.append(Damage(iteration, first_line(error)))
+    iterations = list_iterations(folder)
+    while (iteration := _same_everywhere(iterations.pop() if iterations else -1)) >= 0:
+        found, cause = _attempt(lambda i: read(folder, i, abstract), iteration)
+        if cause is None:
+            cause = _attempt(_check_digest, found)[1]
+        if cause is None:
+            return found, damages
+        damages.append(Damage(iteration, cause))
     return None, damages
 
 
-def read(folder: Path, iteration: int) -> Checkpoint:
-    """One checkpoint as host arrays; raises unless both of its digests are right."""
-    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    found = _restore(folder, iteration, lambda names: dict.fromkeys(names, as_numpy))
-    check(found)
-    return found
+def _attempt(action: Callable[[Any], T], value: Any) -> tuple[T | None, str | None]:
+    """What `action` returns here, and why it failed in some process."""
+    result, cause = None, None
+    try:
+        result = action(value)
+    except RunRefused:  # for reasons that are the same in all processes
+        raise
+    except Exception as error:  # whatever a damaged file makes orbax raise
+        text = str(error).strip().splitlines()
+        cause = text[0][:300] if text else type(error).__name__
+    if some_process(cause is not None)[0]:
+        return None, cause or "another process cannot read its part"
+    return result, None
 
 
-def read_parts(folder: Path, iteration: int, abstract: Any) -> Checkpoint:
-    """One checkpoint on the devices of `abstract`, however many had it when it was saved.
-
-    A process reads its own parts and does not wait for the others; `check`, which all make
-    together, is left to do.
-    """
-    expected = name_arrays(abstract)
-
-    def places(stored: Mapping[str, Any]) -> dict[str, ocp.ArrayRestoreArgs]:
-        _check_shapes(stored, expected)
-        return {
-            name: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape, dtype=s.dtype)
-            for name, s in expected.items()
-        }
-
-    return _restore(folder, iteration, places)
+def _same_everywhere(number: int) -> int:
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def check(found: Checkpoint) -> None:
-    """Raises unless the arrays are those that were saved."""
-    if run_digest(found.arrays, found.meta) != found.meta["digest"]:
-        raise ValueError("its arrays do not match their digest")
-
-
-def _restore(
-    folder: Path, iteration: int, places: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> Checkpoint:
+def read(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:
+    """One checkpoint; of several processes, each reads its own parts without waiting."""
     path = epath.Path((folder / str(iteration)).resolve())
     sealed = json.loads((path / "meta" / "metadata").read_text())
     meta = {name: value for name, value in sealed.items() if name != "seal"}
@@ -256,9 +251,24 @@ def _restore(
         )
     # The handler alone: a Checkpointer would wait for all processes.
     handler = ocp.PyTreeCheckpointHandler()
-    wanted = places(handler.metadata(path / "state").tree)
-    arrays = handler.restore(path / "state", args=ocp.args.PyTreeRestore(restore_args=wanted))
+    stored = handler.metadata(path / "state").tree
+    if abstract is None:
+        places = dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray))
+    else:
+        expected = name_arrays(abstract)
+        _check_shapes(stored, expected)
+        places = {
+            name: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape, dtype=s.dtype)
+            for name, s in expected.items()
+        }
+    arrays = handler.restore(path / "state", args=ocp.args.PyTreeRestore(restore_args=places))
     return Checkpoint(iteration, meta, arrays)
+
+
+def _check_digest(found: Checkpoint) -> None:
+    """Raises unless the arrays are those that were saved; all processes do it together."""
+    if run_digest(found.arrays, found.meta) != found.meta["digest"]:
+        raise ValueError("its arrays do not match their digest")
 
 
 def _check_shapes(stored: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -289,9 +299,3 @@ def clear_unfinished(folder: Path) -> None:
 @jax.jit
 def _copy(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short."""
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from celo2.runs import checkpoint, records
 from celo2.runs.checkpoint import Checkpoint, Damage
 from celo2.runs.folder import RunFolder, RunRefused, locked
-from celo2.runs.processes import in_primary, is_primary, restore_newest, some_process
+from celo2.runs.processes import in_primary, is_primary, some_process
 from celo2.runs.records import Row
 
 SAVE_SECONDS = 300.0
@@ -61,7 +61,6 @@ class Job:
         memory: what a checkpoint holds besides the state, as JSON.
         recall: takes that back from the checkpoint a run is resumed from.
         export: state, done -> writes what goes with a checkpoint.
-        save_seconds: done -> the age at which a checkpoint is renewed before going on to there.
         save_first: whether a new run is saved before its first call.
         keep: whether a finished run keeps its checkpoints.
     """
@@ -80,7 +79,6 @@ class Job:
     memory: Callable[[], dict[str, Any]] = dict
     recall: Callable[[Mapping[str, Any]], None] = lambda memory: None
     export: Callable[[Any, int], None] = lambda state, done: None
-    save_seconds: Callable[[int], float] = lambda done: SAVE_SECONDS
     save_first: bool = False
     keep: bool = True
 
@@ -159,7 +157,9 @@ def _open(folder: RunFolder, make: Callable[[], Job], resume: bool) -> tuple[_Ru
     in_primary(lambda: _check_new(folder, resume))
     job = make()
     in_primary(lambda: _check_same(folder, job, folder.read_config()))
-    found, damages = restore_newest(folder.checkpoints, checkpoint.stored_shapes(job.abstract))
+    found, damages = checkpoint.read_newest(
+        folder.checkpoints, checkpoint.stored_shapes(job.abstract)
+    )
     in_primary(lambda: _make_ready(folder, job, found, damages))
     if found is None:
         state, done = job.begin(), 0
@@ -223,7 +223,7 @@ def _go_on(
         asked, late, due = some_process(
             stop(),
             run.done > first and time.monotonic() > deadline,
-            _is_due(run, until, checkpoint_every),
+            _is_due(run, checkpoint_every),
         )
         if asked or late:
             reason = "stopped" if asked else "time is up"
@@ -253,10 +253,10 @@ def _go_on(
         yield _record(run, end)
 
 
-def _is_due(run: _Run, until: int, checkpoint_every: int | None) -> bool:
+def _is_due(run: _Run, checkpoint_every: int | None) -> bool:
     if checkpoint_every is not None:
         return run.done - (run.saved or 0) >= checkpoint_every
-    return time.monotonic() - run.saved_at > run.job.save_seconds(until)
+    return time.monotonic() - run.saved_at > SAVE_SECONDS
 
 
 def _record(run: _Run, row: Row) -> Row:

@@ -1,8 +1,11 @@
-"""Frozen dataclasses as JSON and TOML have them, checked by type on their way in."""
+"""Configs as JSON and TOML have them, checked by type, and functions that they name."""
 
 import dataclasses
+import importlib
+import os
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -61,3 +64,26 @@ def _fit(hint: Any, value: Any, name: str) -> Any:
         return value
     wanted = hint.__name__ if isinstance(hint, type) and not of else str(hint)
     raise ValueError(f"{name}={value!r} is not of type {wanted}.")
+
+
+def import_function(address: str, what: str, example: str) -> Callable[..., Any]:
+    """The function at `module:function`; `what` names the option in errors."""
+    module_name, colon, function_name = address.partition(":")
+    if not (module_name and colon and function_name):
+        raise ValueError(f"{what}={address!r} is not module:function, such as {example}.")
+    try:
+        return getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"{what}={address!r}: there is no module {module_name!r}; "
+            "run in its folder, or put that folder on PYTHONPATH."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"{what}={address!r}: {module_name} has no {function_name!r}.") from error
+
+
+def search_working_directory() -> None:
+    """Lets `import_function` find modules in the current folder, as `python -m` does."""
+    sys.path.insert(0, os.getcwd())

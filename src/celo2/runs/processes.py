@@ -1,8 +1,16 @@
-"""The devices and processes of one run, and what the processes agree on."""
+"""The processes and devices of a run: how they start, what they agree on, how they are stopped."""
 
+import importlib.metadata
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -10,8 +18,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from celo2.runs import checkpoint
-from celo2.runs.checkpoint import Checkpoint, Damage
 from celo2.runs.folder import RunRefused
 
 DATA, MODEL = "data", "model"
@@ -77,36 +83,204 @@ def in_primary(action: Callable[[], T]) -> T | None:
     return result
 
 
-def restore_newest(folder: Path, abstract: Any) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest checkpoint that every process can read, on the devices of `abstract`, and those
-    after it that are damaged. Which there are is process 0's to say."""
-    damages = []
-    iterations = checkpoint.list_iterations(folder)
-    while (iteration := _same_everywhere(iterations.pop() if iterations else -1)) >= 0:
-        found, cause = _attempt(lambda i: checkpoint.read_parts(folder, i, abstract), iteration)
-        if cause is None:
-            cause = _attempt(checkpoint.check, found)[1]
-        if cause is None:
-            return found, damages
-        damages.append(Damage(iteration, cause))
-    return None, damages
+# Exit statuses beside 0, 1 and 2.
+DIVERGED = 3
+LOST = 4  # another process
+STOPPED = 128 + signal.SIGTERM  # of a process that another one's signal stopped
+ADDRESS, PORT, RANK, COUNT = TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
-def _attempt(action: Callable[[Any], T], value: Any) -> tuple[T | None, str | None]:
-    """What `action` returns here, and why it failed in some process."""
-    result, cause = None, None
+@dataclass(frozen=True)
+class Launch:
+    """The processes and devices of a run.
+
+    Args:
+        devices: CPU devices of this process; the command's own number by default.
+        distributed: be one of several processes; their address, number and count are found in the
+            environment (Slurm, Open MPI, TPU pods, GKE, or MASTER_ADDR, MASTER_PORT, RANK and
+            WORLD_SIZE) unless given below.
+        coordinator: host:port of process 0.
+        process_id: number of this process.
+        process_count: of all processes.
+    """
+
+    devices: int | None = None
+    distributed: bool = False
+    coordinator: str | None = None
+    process_id: int | None = None
+    process_count: int | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.distributed or self.coordinator is not None
+
+
+ALONE = Launch()
+
+
+def start_devices(launch: Launch, default: int = 1) -> None:
+    """Makes the CPU devices, `default` of them unless told, and joins the other processes.
+
+    Must come before anything else is asked of JAX.
+    """
+    if launch.devices is not None and launch.devices < 1:
+        raise ValueError(f"devices={launch.devices} must be at least 1.")
+    devices = launch.devices or default
+    if devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
+    if launch.several:
+        found = _from_environment(launch)
+        jax.distributed.initialize(found.coordinator, found.process_count, found.process_id)
+
+
+def start_mesh(mesh: str | None, launch: Launch) -> Mesh | None:
+    """Starts the devices and gives the mesh over them; None for a single device."""
+    sizes = parse_mesh(mesh) if mesh else None
+    needed = math.prod(sizes.values()) if sizes else 1
+    start_devices(launch, max(1, needed // (launch.process_count or 1)))
+    if sizes is None and jax.process_count() == 1:
+        return None
+    return make_mesh(sizes or {DATA: jax.device_count(), MODEL: 1})
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """Ends this process with a message when the others of its run can no longer be reached.
+
+    At once: an orderly end would wait for them.
+    """
     try:
-        result = action(value)
-    except RunRefused:  # for reasons that are the same in all processes
-        raise
-    except Exception as error:  # whatever a damaged file makes orbax raise
-        cause = checkpoint.first_line(error)
-    if some_process(cause is not None)[0]:
-        return None, cause or "another process cannot read its part"
-    return result, None
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        text = f"another process of this run was lost, or a device failed: {cause}"
+        print(f"celo2: {text}\ncelo2: continue with --resume", file=sys.stderr, flush=True)
+        os._exit(LOST)
 
 
-def _same_everywhere(number: int) -> int:
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+def _from_environment(launch: Launch) -> Launch:
+    """The launch with what torchrun and its like have set, where nothing else was said.
+
+    JAX finds Slurm, Open MPI, TPU pods and Kubernetes by itself.
+    """
+    given = (launch.coordinator, launch.process_id, launch.process_count)
+    if any(value is not None for value in given) or not set(TORCHRUN) <= os.environ.keys():
+        return launch
+    return Launch(
+        launch.devices,
+        True,
+        f"{os.environ[ADDRESS]}:{os.environ[PORT]}",
+        int(os.environ[RANK]),
+        int(os.environ[COUNT]),
+    )
+
+
+STOP = (signal.SIGINT, signal.SIGTERM)
+
+
+class Asked:
+    """The signal that asked to stop, None so far."""
+
+    signal: int | None = None
+    leave: Callable[[], None] = staticmethod(lambda: None)  # called where a second one ends it all
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def status(self) -> int:
+        """The exit status that goes with it, as shells have it: 130, 143, or 0."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@contextmanager
+def stop_on_signal(say: Callable[[str], None]) -> Iterator[Asked]:
+    """Turns the first signal into a request and lets a second one end the process at once.
+
+    A thread reads them from a socket: Python's own handlers wait until compiled code returns,
+    which can take a minute while it compiles.
+    """
+    asked = Asked()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def listen():
+        while number := reader.recv(1):
+            if number[0] not in STOP:
+                continue
+            if asked.signal is not None:
+                asked.leave()
+                os._exit(128 + number[0])
+            asked.signal = number[0]
+            say("stopping: saving first, again to exit at once")
+
+    thread = threading.Thread(target=listen, daemon=True)
+    before = {number: signal.signal(number, lambda *_: None) for number in STOP}
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writer.close()
+        thread.join(timeout=1)
+        reader.close()
+
+
+LIBRARIES = ("jax", "jaxlib", "optax", "numpy")
+
+
+def version(library: str = "celo2") -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path, never installed
+        return "0+unknown"
+
+
+def versions() -> dict[str, str]:
+    """Of celo2, of Python and of the libraries that decide a run's numbers."""
+    return {name: version(name) for name in ("celo2", *LIBRARIES)} | {
+        "python": platform.python_version()
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """The devices and the cores this process may use; nothing that names the machine."""
+    return {
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cores": cores(),
+        "machine": platform.machine(),
+    }
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def peak_bytes() -> dict[str, int | None]:
+    """The most memory this process has held so far: on its first device (if told), and of its own.
+
+    A process that has made several runs gives the largest of them.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"device": stats.get("peak_bytes_in_use"), "process": _peak_of_process()}
+
+
+def _peak_of_process() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -200,6 +200,9 @@ TASKS: dict[str, TaskSpec] = {
         for model, options, steps in CIFAR10
         for ending, area in (("", None), ("-augmented", SMALL_AREA))
     },
+    "mlp-svhn": _mlp_spec((128, 128), "svhn", steps=600),
+    "conv-svhn": _image_spec(image_convnet, CONVNETS["tiny"], "svhn", steps=400),
+    "vit-svhn": _full_spec(image_vit, VISION_TRANSFORMERS["0.1m"], "svhn", steps=600),
     "text-tiny": _text_spec("tiny", steps=1000, batch=16),
     "lm-tiny": _text_spec("tiny", steps=1000, batch=16),
     "lm-0.3m": _text_spec("0.3m", steps=600, batch=8),

@@ -356,13 +356,6 @@ def image_vit(
     )
 
 
-def digits_convnet(batch: int = 64) -> Task:
-    """Three 3×3 convolutions and a linear head on the embedded digits, fast on a CPU."""
-    return classification(
-        load_images(DIGITS), networks.init_patch_convnet, networks.patch_convnet_logits, batch
-    )
-
-
 def _channels(images: ImageSet) -> int:
     return 1 if images.train_x.ndim == 3 else images.train_x.shape[-1]
 

@@ -437,6 +437,7 @@ class ViTConfig:
 
 VISION_TRANSFORMERS = {
     "tiny": ViTConfig(),
+    "0.1m": ViTConfig(side=32, channels=3, patch=4),
     "small": ViTConfig(side=32, channels=3, patch=4, width=64, layers=4),
     "cifar": ViTConfig(side=32, channels=3, patch=4, width=192, layers=6, head_width=64),
     "b16": ViTConfig(256, 3, 16, width=768, layers=12, head_width=64, classes=1000),

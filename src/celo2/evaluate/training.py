@@ -43,7 +43,7 @@ from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import Program, build
 from celo2.evaluate.setup import Batches
 from celo2.rulefile import digest
-from celo2.runs import machine, records
+from celo2.runs import processes, records
 from celo2.runs.engine import Advanced, Job, run_job
 from celo2.runs.fields import differences, to_fields
 from celo2.runs.folder import RunFolder, RunRefused
@@ -125,7 +125,7 @@ def _job(run: Run, keep: bool) -> Job:
         "config": to_fields(config),
         "data": {config.task: setup.checksum},
         "rule": setup.rule,
-        "version": machine.version(),
+        "version": processes.version(),
     }
 
     def recall(meta: Mapping[str, Any]) -> None:
@@ -219,12 +219,12 @@ def _end_row(run: Run, state: Any, step: int) -> Row:
         "compile_seconds": round(run.program.compile_seconds, 3),
         "state_bytes": run.program.setup.sizes["state_bytes"],
         "temporary_bytes": run.program.temporary_bytes,
-        "peak_bytes": machine.peak_bytes(),
+        "peak_bytes": processes.peak_bytes(),
     }
 
 
 def _about() -> Row:
-    return {"time": time.time(), "versions": machine.versions(), "hardware": machine.hardware()}
+    return {"time": time.time(), "versions": processes.versions(), "hardware": processes.hardware()}
 
 
 def _check_finished(folder: RunFolder, config: RunConfig) -> None:

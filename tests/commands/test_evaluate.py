@@ -1,4 +1,6 @@
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -6,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import of_kind
+from small_runs import RECIPE, of_kind
 
 from celo2 import cli
 from celo2.evaluate.config import find_task
@@ -113,7 +115,7 @@ def test_dry_run_needs_no_data(tmp_path, capsys, monkeypatch):
         (["run", "digits-mlp", "--optimizer", "adamv"], "'adamv' is none of"),
         (["run", "digits-mlp", "--warmup", "2"], "warmup=2.0 must be in"),
         (["sweep", "no-such.toml"], "no-such.toml"),
-        (["sweep", __file__], "test_run_commands.py"),
+        (["sweep", __file__], "test_evaluate.py"),
     ],
 )
 def test_wrong_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
@@ -160,9 +162,82 @@ def test_several_processes_share_a_sweep(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     *table, page = done.stdout.splitlines()
-    assert len(table) == 3 and "of 1" in table[-1]
+    assert len(table) == 4 and table[-1].startswith("lion")
     assert page == str(tmp_path / "out" / "report.html") and Path(page).is_file()
     for folder in (tmp_path / "out").glob("digits*"):
         rows = records.read(folder / "records.jsonl")
         assert len(of_kind(rows, "start")) == len(of_kind(rows, "end")) == 1
     assert len(list((tmp_path / "out").glob("digits*"))) == 6
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_only_some_optimizers_of_a_recipe_run(recipe_file, tmp_path, capsys):
+    command = ["sweep", str(recipe_file), "--out", str(tmp_path / "runs"), "--only", "plain"]
+    assert cli.main(command) == 0
+    assert "adamw" not in capsys.readouterr().out
+    assert all("_plain_" in path.name for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert cli.main([*command[:-1], "plian"]) != 0
+    assert "'plian' is not one of adamw, plain" in capsys.readouterr().err
+    assert cli.main(["sweep", str(recipe_file), "--also", "rule.safetensors"]) != 0
+    assert "is not LABEL=RULE" in capsys.readouterr().err
+
+
+def test_index_keeps_what_other_parts_of_the_sweep_wrote(recipe_file, tmp_path, capsys):
+    for label in ("plain", "adamw"):
+        command = ["sweep", str(recipe_file), "--out", str(tmp_path / "runs"), "--only", label]
+        assert cli.main(command) == 0
+    index = json.loads((tmp_path / "runs" / "sweep.json").read_text())
+    assert {fields["label"] for fields in index["tuning"].values()} == {"plain", "adamw"}
+    assert len(index["tuning"]) == 5 and len(index["final"]) == 4
+
+
+def test_command_shows_the_table_and_skips_what_is_done(recipe_file, tmp_path, capsys, monkeypatch):
+    read = records.read
+    command = ["sweep", str(recipe_file), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    assert "different tuning budgets" in captured.err and "diverged" in captured.err
+    task, head, adamw, plain, page = captured.out.splitlines()
+    assert page == str(tmp_path / "out" / "report.html") and task == "digits-mlp"
+    assert re.split("  +", head)[:4] == ["optimizer", "best rate", "decay", "final loss"]
+    # Optimizer, range of two seeds, their number, tuning runs, those that diverged.
+    assert re.match(r"adamw .* … [\d.]+ +2 +3 +0 ", adamw)
+    assert re.match(r"plain .* … [\d.]+ +2 +2 +1 ", plain)
+    parsed = []
+    monkeypatch.setattr(records, "read", lambda path: parsed.append(path) or read(path))
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("(before)") == 7 and captured.out.splitlines()[2] == adamw
+    assert len(parsed) == len(set(parsed)) == 7  # each run's records once
+
+
+def test_packed_sweep_reports_the_same_and_its_runs_are_not_made_again(
+    recipe_file, tmp_path, capsys
+):
+    first, second, packed = tmp_path / "first", tmp_path / "second", tmp_path / "all.jsonl"
+    assert cli.main(["sweep", str(recipe_file), "--out", str(first)]) == 0
+    assert cli.main(["report", str(first), "--pack", str(packed)]) == 0
+    assert cli.main(["report", str(packed)]) == 0
+    assert (first / "report.html").read_text() == (tmp_path / "all.html").read_text()
+    capsys.readouterr()
+    command = ["sweep", str(recipe_file), "--out", str(second), "--known", str(packed)]
+    assert cli.main(command) == 0
+    told = capsys.readouterr().err
+    assert "7 runs taken from" in told
+    assert all("(before)" in line for line in told.splitlines() if " of 7 " in line)
+
+
+def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path, capsys):
+    pytest.importorskip("tyro")
+    out = tmp_path / "out"
+    assert cli.main(["sweep", str(recipe_file), "--out", str(out), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "celo2 sweep this" in text and "little" in text
+    assert "2,410 in 4 tensors" in text and "digits-mlp with plain" in text
+    assert not out.exists()

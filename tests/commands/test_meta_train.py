@@ -5,17 +5,20 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from counting_runs import array_files, flip_bit
 from tiny_runs import FLAGS, TINY, digest, newest, of_kind, run, shared_programs, tiny
 
 from celo2 import cli
-from celo2.commands import meta_train, trackers
+from celo2.commands import meta_train
 from celo2.commands.meta_train import largest_divisor, parse
 from celo2.metatrain import PRESETS
 from celo2.runs import records
+from celo2.runs.checkpoint import read
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
-from celo2.tasks import download
+from processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 __all__ = ["shared_programs"]
@@ -105,25 +108,6 @@ def test_signal_saves_first(tmp_path, number, code):
     assert newest(tmp_path / "run").iteration == rows_of(tmp_path / "run")[-1]["iteration"]
 
 
-def test_second_signal_ends_even_compiled_code_at_once():
-    code = (
-        "import time\n"
-        "from celo2.commands.signals import stop_on_signal\n"
-        "with stop_on_signal(lambda text: print(text, flush=True)) as asked:\n"
-        "    asked.leave = lambda: print('leaving', flush=True)\n"
-        "    print('ready', flush=True)\n"
-        "    import threading; threading.Lock().acquire() or None\n"
-        "    lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert "saving first" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == 130 and process.stdout.readline() == "leaving\n"
-
-
 def status_of(out) -> dict:
     run = subprocess.run(
         [sys.executable, "-m", "celo2.cli", "status", out, "--json"],
@@ -132,6 +116,47 @@ def status_of(out) -> dict:
         check=True,
     )
     return json.loads(run.stdout)
+
+
+def test_refused_run_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(meta_train, "start_devices", lambda launch, default: None)
+    RunFolder(tmp_path).write_config({"config": to_fields(TINY)})
+    assert cli.main(["meta-train", *FLAGS, "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "holds a run: continue it with --resume" in err
+
+
+START = {"kind": "start", "iteration": 0, "data": ["digits"], "devices": 1, "platform": "cpu"}
+
+
+HELD_OUT = {"kind": "heldout", "iteration": 1, "score": -0.1, "error": 0.02}
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs the command on rows that are given."""
+    monkeypatch.setattr(meta_train, "start_devices", lambda launch, default: None)
+
+    def call(*rows: dict) -> int:
+        monkeypatch.setattr(meta_train, "metatrain", lambda *_, **__: iter(rows))
+        return meta_train.main(["--out", str(tmp_path / "run"), *FLAGS])
+
+    return call
+
+
+@pytest.mark.parametrize(("reason", "code"), [("stopped", 143), ("time is up", 0)])
+def test_process_that_another_one_s_signal_stopped_says_so(command, reason, code):
+    assert command(START, {"kind": "end", "iteration": 1, "reason": reason}) == code
+
+
+@pytest.mark.parametrize(("data", "times"), [("digits", 1), ("mnist", 0)])
+def test_problems_on_the_images_of_training_are_named_once(command, capsys, data, times):
+    row = HELD_OUT | {"problems": {"digits-mlp": {}, "digits-conv": {}, "text-tiny": {}}}
+    end = {"kind": "end", "iteration": 1, "reason": "finished"}
+    assert command(START | {"data": [data]}, row, row, end) == 0
+    err = capsys.readouterr().err
+    assert err.count("held-out score -0.1000 ± 0.0200") == 2
+    assert err.count("learns on the same images as digits-mlp, digits-conv:") == times
 
 
 def test_status_shows_a_run_without_touching_it(tmp_path, capsys):
@@ -156,83 +181,62 @@ def test_status_of_no_run_says_so(tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_trackers_get_the_numbers_of_a_row():
-    row = {"kind": "train", "iteration": 3, "loss": 1.5, "family_loss": {"mnist": 2.0}, "x": None}
-    assert trackers.scalars(row) == {"train/loss": 1.5, "train/family_loss/mnist": 2.0}
-    assert trackers.scalars({"kind": "end", "iteration": 3}) == {}
-    row = {"kind": "valid", "step": 3, "metrics": {"loss": 1.5}}
-    assert trackers.scalars(row) == {"valid/metrics/loss": 1.5}
+def test_status_of_a_folder_of_run_says_so(tmp_path, capsys):
+    RunFolder(tmp_path).write_config({"config": {"task": "digits-mlp", "steps": 10}, "data": {}})
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "is a folder of `celo2 run`, not of `celo2 meta-train`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("make", "package"),
-    [
-        (lambda out: trackers.tensorboard(out), "tensorboardX"),
-        (lambda out: trackers.wandb(out, {}), "wandb"),
-    ],
-)
-def test_missing_tracker_is_named(make, package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"needs {package}: pip install"):
-        make(tmp_path)
+def run_meta(out, count, *options) -> None:
+    run_processes(count, ["meta-train", *FLAGS, "--out", str(out), *options])
 
 
-def test_rows_reach_wandb(tmp_path, monkeypatch):
-    sent = []
-
-    class Run:
-        def log(self, values, step):
-            sent.append((step, values))
-
-        def finish(self):
-            sent.append("finished")
-
-    class Client:
-        init = staticmethod(lambda **options: Run())
-
-    monkeypatch.setitem(sys.modules, "wandb", Client)
-    send = trackers.wandb(tmp_path, {})
-    send({"kind": "train", "iteration": 3, "loss": 1.5})
-    send({"kind": "end", "iteration": 3})
-    assert sent == [(3, {"train/loss": 1.5}), "finished"]
+def test_two_processes_find_the_gradient_of_one_device(tmp_path):
+    run_meta(tmp_path / "two", 2, "--iterations", "2", "--checkpoint-every", "1")
+    run(tmp_path / "one", tiny(iterations=2), checkpoint_every=1)
+    two, one = (read(tmp_path / name / "checkpoints", 1) for name in ("two", "one"))
+    for name in ("w0", "b0", "w1", "b1"):
+        moment = f"outer.0.mu.{name}"  # a tenth of the first gradient
+        scale = np.abs(one.arrays[moment]).max()
+        assert scale > 0
+        np.testing.assert_allclose(
+            two.arrays[moment], one.arrays[moment], rtol=1e-2, atol=1e-2 * scale
+        )
+    rows = [of_kind(records.read(tmp_path / n / "records.jsonl"), "train") for n in ("two", "one")]
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["inner_steps"] == theirs["inner_steps"]
 
 
-def test_tensorboard_writes_to_the_run_folder(tmp_path):
-    pytest.importorskip("tensorboardX")
-    send = trackers.tensorboard(tmp_path)
-    send({"kind": "train", "iteration": 3, "loss": 1.5})
-    send({"kind": "end", "iteration": 3})
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    assert b"train/loss" in file.read_bytes()
+@pytest.mark.slow
+def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes(tmp_path):
+    run_meta(tmp_path / "whole", 2, "--iterations", "8")
+    run_meta(tmp_path / "cut", 2, "--iterations", "4")
+    run_meta(tmp_path / "cut", 2, "--iterations", "8", "--resume")
+    whole, cut = (read(tmp_path / name / "checkpoints", 8) for name in ("whole", "cut"))
+    assert whole.meta["digest"] == cut.meta["digest"]
+    rows = run(tmp_path / "cut", tiny(iterations=10), resume=True)
+    assert rows[0]["iteration"] == 8 and rows[-1]["iteration"] == 10
 
 
-def test_data_fetch_shows_progress_and_checksums(tmp_path, monkeypatch, capsys):
-    def fake(folder, names, *, full, force, report):
-        assert (folder, names, full, force) == (str(tmp_path), ("mnist",), False, True)
-        report(download.FetchProgress("mnist", "converting", 1000, 70000))
-        report(download.FetchProgress("mnist", "written", 70000, 70000))
-        return {"mnist_8x8.npz": "ab" * 32}
-
-    monkeypatch.setattr("celo2.commands.data.fetch", fake)
-    options = ["--names", "mnist", "--data", str(tmp_path), "--force"]
-    assert cli.main(["data", "fetch", *options]) == 0
-    captured = capsys.readouterr()
-    assert "mnist          written" in captured.err
-    assert "mnist_8x8.npz" in captured.out and "ab" * 32 in captured.out
-
-
-def test_data_fetch_offline_is_one_line(monkeypatch, capsys):
-    def fake(*_, **__):
-        raise download.FetchError("the hub does not answer:\nis this machine online?")
-
-    monkeypatch.setattr("celo2.commands.data.fetch", fake)
-    assert cli.main(["data", "fetch"]) == 2
-    assert capsys.readouterr().err == "celo2: the hub does not answer: is this machine online?\n"
+@pytest.mark.slow
+def test_damage_in_one_process_s_part_sends_all_to_the_checkpoint_before(tmp_path):
+    options = ["--checkpoint-every", "2", "--resume", "--iterations"]
+    for name in ("whole", "harmed"):
+        run_meta(tmp_path / name, 2, *options, "4")
+    harmed = tmp_path / "harmed"
+    (file, *_) = (f for f in reversed(array_files(harmed, 4)) if "process_1" in str(f))
+    flip_bit(file, file.stat().st_size // 2)
+    for name in ("whole", "harmed"):
+        run_meta(tmp_path / name, 2, *options, "6")
+    warnings = of_kind(records.read(harmed / "records.jsonl"), "warning")
+    assert "checkpoint of iteration 4 is damaged" in warnings[0]["cause"]
+    digests = [read(tmp_path / n / "checkpoints", 6).meta["digest"] for n in ("whole", "harmed")]
+    assert digests[0] == digests[1]
 
 
-def test_refused_run_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(meta_train, "start_devices", lambda launch, default: None)
-    RunFolder(tmp_path).write_config({"config": to_fields(TINY)})
-    assert cli.main(["meta-train", *FLAGS, "--out", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "holds a run: continue it with --resume" in err
+@pytest.mark.slow
+def test_refusal_ends_all_processes(tmp_path):
+    run(tmp_path, tiny(iterations=1))
+    with pytest.raises(AssertionError, match="holds a run|Process 0 could not start"):
+        run_meta(tmp_path, 2, "--iterations", "1")

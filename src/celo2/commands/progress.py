@@ -1,12 +1,44 @@
-"""Rows sent to TensorBoard or Weights & Biases; either is imported only when asked for."""
+"""What long commands show: lines, a progress bar, TensorBoard, Weights & Biases.
+
+Trackers are imported only when they are asked for.
+"""
 
 import hashlib
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import tyro
+
+from celo2.runs.records import Row
+
+Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
 COUNTS = ("iteration", "step")
-Tracker = Callable[[dict[str, Any]], None]
+Tracker = Callable[[Row], None]
+
+
+def say(text: str) -> None:
+    """Prints a line of the command's own."""
+    print(f"celo2: {text}", file=sys.stderr, flush=True)
+
+
+def set_up_logging() -> None:
+    """Our own messages as lines of the command, and none of orbax, which logs tracebacks."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("celo2: %(message)s"))
+    ours = logging.getLogger("celo2")
+    ours.handlers, ours.propagate = [handler], False
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def progress_bar(total: int | None, unit: str, done: int = 0) -> Any:
+    """A bar on stderr, drawn now and then where that is no terminal."""
+    from tqdm import tqdm
+
+    interval = 0.5 if sys.stderr.isatty() else 30
+    return tqdm(initial=done, total=total, unit=unit, mininterval=interval, dynamic_ncols=True)
 
 
 def tensorboard(out: Path) -> Tracker:
@@ -19,7 +51,7 @@ def tensorboard(out: Path) -> Tracker:
         ) from error
     writer = SummaryWriter(str(out / "tensorboard"))
 
-    def send(row: dict[str, Any]) -> None:
+    def send(row: Row) -> None:
         for name, value in scalars(row).items():
             writer.add_scalar(name, value, _count(row))
         if row["kind"] == "end":
@@ -39,7 +71,7 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
         project="celo2", name=out.name, id=number, dir=str(out), config=config, resume="allow"
     )
 
-    def send(row: dict[str, Any]) -> None:
+    def send(row: Row) -> None:
         if values := scalars(row):
             run.log(values, step=_count(row))
         if row["kind"] == "end":
@@ -48,7 +80,7 @@ def wandb(out: Path, config: dict[str, Any]) -> Tracker:
     return send
 
 
-def scalars(row: dict[str, Any]) -> dict[str, float]:
+def scalars(row: Row) -> dict[str, float]:
     """The numbers of a train, valid or heldout row, `train/family_loss/mnist` and the like."""
     if row["kind"] not in ("train", "valid", "heldout"):
         return {}
@@ -56,13 +88,13 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 
 def tracked(
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[Row],
     out: Path,
     config: dict[str, Any],
     *,
     to_tensorboard: bool,
     to_wandb: bool,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """The rows, each sent on first; trackers start with the first row, as a run may be refused."""
     send: list[Tracker] | None = None
     for row in rows:
@@ -74,7 +106,7 @@ def tracked(
         yield row
 
 
-def _count(row: dict[str, Any]) -> int:
+def _count(row: Row) -> int:
     """How far a run is: in iterations of meta-training, or in steps."""
     return next(row[name] for name in COUNTS if name in row)
 

@@ -1,0 +1,354 @@
+"""`celo2 run`, `sweep`, `report`, `plot` and `try`: training runs, and what they show."""
+
+import json as jsonlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from celo2.commands.progress import Flat, progress_bar, say, set_up_logging, tracked
+from celo2.evaluate import Recipe, RunConfig, describe, read_recipe, validation
+from celo2.evaluate import run as train
+from celo2.evaluate import sweep as run_sweep
+from celo2.evaluate.comparison import (
+    Outcome,
+    as_text,
+    data_caveats,
+    is_sweep,
+    name_of,
+    read_sweep,
+    score_table,
+    unpack,
+)
+from celo2.evaluate.comparison import pack as write_packed
+from celo2.evaluate.config import find_task, resolve
+from celo2.evaluate.recipe import choose, count_all_runs, split_label
+from celo2.evaluate.sweeps import share_sweep
+from celo2.runs.fields import search_working_directory, to_fields
+from celo2.runs.folder import RunFolder, locked
+from celo2.runs.processes import (
+    ALONE,
+    DIVERGED,
+    STOPPED,
+    Launch,
+    ending_together,
+    is_primary,
+    start_mesh,
+    stop_on_signal,
+)
+from celo2.runs.records import Row
+
+
+def run(
+    config: Annotated[RunConfig, Flat],
+    out: str | None = None,
+    data: str | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    checkpoint_every: int | None = None,
+    keep: bool = False,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    mesh: str | None = None,
+    launch: Annotated[Launch, Flat] = ALONE,
+) -> int:
+    """Train a task with an optimizer and record how it goes.
+
+    Ctrl-C and SIGTERM save first (exit status 130 and 143), a second one ends at once; a run that
+    diverged has status 3.
+
+    Args:
+        config: the run.
+        out: the run's folder; by default runs/ and a name made from the options.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        resume: continue where there is a checkpoint, else start over.
+        dry_run: only show what the run would be; needs no data.
+        checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
+        keep: leave the last checkpoint of a finished run where it is.
+        tensorboard: write the records' numbers to the folder's tensorboard too.
+        wandb: send them to the project celo2 of Weights & Biases too.
+        mesh: how many devices share the batch and the parameters, and how many each layer, such as
+            data=4,model=2; by default one device, or all on data if there are several processes.
+        launch: processes and devices; by default as many CPU devices as the mesh needs.
+    """
+    search_working_directory()
+    config = resolve(config)
+    if dry_run:
+        print(describe_run(describe(config)))
+        return 0
+    set_up_logging()
+    devices = start_mesh(mesh, launch)
+    folder = Path(out) if out else Path("runs") / name_of(config)
+    with stop_on_signal(say) as asked, ending_together():
+        rows = train(
+            config,
+            folder,
+            data=data,
+            mesh=devices,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            stop=asked,
+        )
+        if is_primary():
+            fields = to_fields(config)
+            rows = tracked(rows, folder, fields, to_tensorboard=tensorboard, to_wandb=wandb)
+            rows = show(rows, config)
+        *_, last = rows
+    if last["kind"] != "end":
+        say(f"stopped; continue with --resume --out {folder}")
+        return asked.status or STOPPED
+    if is_primary():
+        say(f"{summary(last)}; records in {folder}")
+    return DIVERGED if last["diverged"] else 0
+
+
+def sweep(
+    recipe: str,
+    out: str | None = None,
+    data: str | None = None,
+    jobs: int = 1,
+    accelerators: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
+    known: str | None = None,
+    dry_run: bool = False,
+    first: int = 0,
+    report: bool = True,
+    mesh: str | None = None,
+    launch: Annotated[Launch, Flat] = ALONE,
+) -> int:
+    """Make the runs of a recipe and a page that compares them.
+
+    Finished runs are skipped, broken ones resumed; the page is report.html in their folder.
+    Ctrl-C and SIGTERM save first. A run that diverges or fails does not stop the others; if one
+    failed, the exit status is 1.
+
+    Args:
+        recipe: a TOML file, such as recipes/quick.toml.
+        out: the folder of the runs; by default runs/ and the recipe's name.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        jobs: processes that share the runs, and the cores.
+        accelerators: their numbers, each given to one of as many processes.
+        also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2.
+        only: labels of the optimizers to run now, and to list; all by default.
+        known: a packed file (`celo2 report --pack`) whose runs need not be made again.
+        dry_run: only show what the runs would be; needs no data.
+        first: the run to begin with.
+        report: write the page at the end, if any run has ended.
+        mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
+        launch: processes and devices of that mesh.
+    """
+    search_working_directory()
+    plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
+    for warning in plan.warnings():
+        say(f"warning: {warning}")
+    if dry_run:
+        show_plan(plan)
+        return 0
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1.")
+    if mesh is not None and (jobs > 1 or accelerators):
+        raise ValueError(
+            "--mesh puts every run on all devices: leave --jobs and --accelerators out."
+        )
+    set_up_logging()
+    folder = Path(out) if out else Path("runs") / plan.name
+    if known is not None:
+        say(f"{unpack(known, folder)} runs taken from {known}")
+    outcomes: list[Outcome] = []
+    with stop_on_signal(say) as asked, ending_together():
+        if jobs > 1 or accelerators:
+            same = [recipe, "--out", str(folder), *(["--data", data] if data else [])]
+            same += ["--also", *also] if also else []
+            same += ["--only", *only] if only else []
+            failed = share_sweep(same, accelerators or ("",) * jobs, len(plan.runs), asked)
+        else:
+            made = run_sweep(
+                plan,
+                folder,
+                data=data,
+                mesh=start_mesh(mesh, launch),
+                first=first % len(plan.runs),
+                part=bool(only),
+                stop=asked,
+            )
+            outcomes = list(show_outcomes(made, count_all_runs(plan)))
+            failed = any(run.error is not None for run in outcomes)
+    if is_primary():
+        show_comparison(folder, outcomes, only, report)
+    return asked.status or int(failed)
+
+
+def show_comparison(
+    folder: Path, outcomes: Iterable[Outcome], labels: tuple[str, ...], report: bool
+) -> None:
+    """Prints the best of each optimizer and what cannot be compared, and writes the page."""
+    try:
+        found = read_sweep(folder, {run.name: run.rows for run in outcomes})
+    except FileNotFoundError:  # no run has ended
+        return
+    for task, entries in found.tasks.items():
+        head, *rows = score_table(entries)
+        chosen = [row for row in rows if row[0] in labels or not labels]
+        print(f"{task}\n{as_text([head, *chosen])}\n" if chosen else "", end="")
+    for caveat in data_caveats(found):
+        say(f"warning: {caveat}")
+    if report:
+        from celo2.evaluate.report import write_page
+
+        print(write_page(found, folder / "report.html"))
+
+
+def show_outcomes(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
+    """A line for each run as it ends."""
+    for count, outcome in enumerate(outcomes, start=1):
+        if is_primary():
+            say(f"{count} of {total} {outcome_line(outcome)}")
+        yield outcome
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """One run that has ended."""
+    if outcome.error is not None:
+        return f"{outcome.name}: failed, {outcome.error}"
+    score = "" if outcome.score is None else f" {outcome.score:.4f}"
+    when = "" if outcome.fresh else " (before)"
+    return f"{outcome.name}: {outcome.state}{score}{when}"
+
+
+def show_plan(plan: Recipe) -> None:
+    """Prints the recipe's texts, how many runs it has, and each optimizer's run on each task."""
+    for name, text in plan.texts.items():
+        print(f"{name:<16} {text}")
+    for task, counts in plan.budgets().items():
+        runs = ", ".join(f"{label} {count}" for label, count in counts.items())
+        print(f"{'runs':<16} {task}: {runs}")
+    seeds = ", ".join(map(str, plan.final_seeds)) or "none"
+    print(f"{'final seeds':<16} {seeds}")
+    shown = {(config.task, config.label): config for config in reversed(plan.runs)}
+    for config in reversed(shown.values()):
+        print(f"\n{describe_run(describe(config))}", flush=True)
+
+
+def try_rule(
+    rule: str,
+    size: validation.Size | None = None,
+    against: str = "adamw,muon",
+    adam_multiplier: float | None = None,
+    data: str | None = None,
+    out: str | None = None,
+    json: bool = False,
+) -> int:
+    """Train small models with a rule, each at several learning rates, and compare their losses.
+
+    Every optimizer is tuned over as many rates, and its best one is run with several seeds. A
+    score is the mean of log(loss / the other's loss) over tasks and seeds, with its standard
+    error: below 0 is better.
+
+    Args:
+        rule: a .safetensors file, a shipped name or an hf:// address.
+        size: full are five small tasks on real data; quick ones need none, and say less. By
+            default full where the data folder has the images.
+        against: what to compare with, separated by commas: adamw, muon or other rules.
+        adam_multiplier: the rate of Adam beside every rule, as a multiple of the rule's; 5 by
+            default.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        out: the folder of the runs, in which finished ones are not made again; by default
+            runs/try-full or runs/try-quick.
+        json: print one JSON object with every rate's loss instead of a table.
+    """
+    set_up_logging()
+    size = size or validation.default_size(data)
+    others = [name.strip() for name in against.split(",") if name.strip()]
+    plan = validation.validation_recipe(
+        list(dict.fromkeys((rule, *others))), size, data=data, adam_multiplier=adam_multiplier
+    )
+    folder = RunFolder(Path(out) if out else Path("runs") / f"try-{size}")
+    with stop_on_signal(say) as asked, locked(folder):
+        made = run_sweep(plan, folder.path, data=data, stop=asked)
+        outcomes = list(show_outcomes(made, count_all_runs(plan)))
+    if asked():
+        return asked.status
+    found = {"size": size, **validation.judge(plan, outcomes, rule)}
+    print(jsonlib.dumps(found, indent=2) if json else validation.as_table(found))
+    return 0
+
+
+def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
+    """Make one HTML page of a sweep, which needs no other file: tables, figures, what to doubt.
+
+    Args:
+        sweep: the folder of the runs, or one packed file; only records are read.
+        out: the file to write; by default report.html in the sweep's folder, or beside the file.
+        pack: write the records of the folder to this one file as well, with sixteen train rows of
+            each run.
+    """
+    from celo2.evaluate.report import write_page
+
+    search_working_directory()
+    found = read_sweep(sweep)
+    if pack is not None:
+        print(f"{pack}: {write_packed(found, pack)} runs")
+    home = Path(sweep)
+    default = home / "report.html" if home.is_dir() else home.with_suffix(".html")
+    print(write_page(found, default if out is None else out))
+
+
+def plot(run: str, out: str | None = None) -> None:
+    """Draw a meta-training run or a sweep, whichever the folder holds; only records are read.
+
+    Of a meta-training run: meta-loss, held-out problems, the rule's first layer. Of a sweep, for
+    each task: curves, learning rates, RMS of updates and of parameters.
+
+    Args:
+        run: the folder of the run, or of the sweep's runs.
+        out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
+    """
+    from celo2.evaluate.plots import plot_sweep
+    from celo2.metatrain.plots import plot_run
+
+    search_working_directory()
+    for path in plot_sweep(run, out) if is_sweep(run) else plot_run(run, out):
+        print(path)
+
+
+def show(rows: Iterable[Row], config: RunConfig) -> Iterator[Row]:
+    """Draws a bar from the rows: the metric in training, its newest validation, time left."""
+    told: dict[str, str] = {}
+    metric = find_task(config.task).metric
+    with progress_bar(config.steps, "step") as bar:
+        for row in rows:
+            if row["kind"] in ("train", "valid"):
+                value = row["metrics"].get(metric)
+                told[row["kind"]] = "-" if value is None else f"{value:.4f}"
+                bar.set_postfix(told, refresh=False)
+            if "step" in row:
+                bar.update(row["step"] - bar.n)
+            yield row
+
+
+def summary(end: Row) -> str:
+    """A finished run in a line."""
+    speed = f"{1000 * end['seconds_per_step']:.2f} ms a step"
+    if end["diverged"]:
+        return f"diverged at step {end['step']}, {speed}"
+    metrics = ", ".join(f"{name} {value}" for name, value in end["metrics"].items())
+    return f"step {end['step']}: validation {metrics}; {speed}"
+
+
+def describe_run(facts: dict[str, Any]) -> str:
+    """What a run would be, in lines."""
+    count, state = facts["parameters"], facts["state_bytes"]
+    by_group = ", ".join(f"{v:,} {k}" for k, v in facts["parameters_by_group"].items())
+    rates = ", ".join(f"{rate:g} at {update}" for update, rate in facts["rates"].items())
+    lines = {
+        "run": f"{facts['task']} with {facts['optimizer']}",
+        "parameters": f"{count:,} in {facts['tensors']} tensors ({by_group})",
+        "parameter bytes": f"{facts['parameter_bytes']:,}",
+        "optimizer bytes": f"{state:,} ({state / max(count, 1):.2f} a parameter)",
+        "steps": f"{facts['steps']:,} ({facts['updates']:,} updates)",
+        "tokens": "-" if facts["tokens"] is None else f"{facts['tokens']:,}",
+        "learning rate": rates,
+        "validation": ", ".join(facts["metrics"]),
+    }
+    return "\n".join(f"{name:<16} {text}" for name, text in lines.items())

@@ -1,0 +1,191 @@
+"""The runs of a recipe, made one after the other, or by several processes that share them.
+
+Several processes may sweep the same folder, also from several machines that share it: each run
+is locked by who makes it, and the others take the next.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from celo2.evaluate.comparison import INDEX, Outcome, compare, name_of, read_index, read_outcome
+from celo2.evaluate.config import RunConfig
+from celo2.evaluate.recipe import Recipe
+from celo2.evaluate.training import run
+from celo2.rulefile import write_whole
+from celo2.runs import records
+from celo2.runs.fields import to_fields
+from celo2.runs.folder import RunTaken
+from celo2.runs.processes import cores, is_primary, some_process
+
+POLL_SECONDS = 0.5
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
+Stop = Callable[[], bool]
+
+
+def sweep(
+    recipe: Recipe,
+    out: str | PathLike,
+    *,
+    data: str | PathLike | None = None,
+    mesh: Mesh | None = None,
+    first: int = 0,
+    part: bool = False,
+    stop: Stop = lambda: False,
+) -> Iterator[Outcome]:
+    """Makes every run of the recipe under `out`, and yields each as it ends.
+
+    Finished runs are only read, broken ones resumed; one that diverges or fails does not stop the
+    others. The best of each optimizer is run with the final seeds when all others have ended.
+    `sweep.json` lists the runs of both stages by the names of their folders.
+
+    Args:
+        recipe: what to run.
+        out: the folder of the runs' folders.
+        data: folder of the data files; by default CELO2_DATA, else the cache folder.
+        mesh: the devices of every run, see celo2.evaluate.run; several processes that share one
+            make each run together.
+        first: the tuning run to begin with; processes that share a sweep begin at different ones.
+        part: the recipe is only some optimizers of a sweep: leave the others in `sweep.json`.
+        stop: asked now and then; True saves the run under way and ends the sweep.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def make(found: Outcome) -> Outcome:
+        return _make(found, folder, stop, data=data, mesh=mesh)
+
+    known = {config: read_outcome(config, folder) for config in recipe.runs}
+    tuning = list(known.values())
+    finals = _finals(recipe, tuning)  # as far as a sweep before this one came
+    known |= {c: read_outcome(c, folder) for c in finals if c not in known}
+    if is_primary():
+        _write_index(folder, recipe, part, [c for c in finals if known[c].end is not None])
+    tuning = yield from _make_all([*tuning[first:], *tuning[:first]], make, stop)
+    if len(tuning) < len(recipe.runs):  # it was stopped
+        return
+    finals = _finals(recipe, tuning)
+    if is_primary():
+        _write_index(folder, recipe, part, finals)
+    rest = [config for config in finals if config not in recipe.runs]
+    yield from _make_all([known.get(c) or read_outcome(c, folder) for c in rest], make, stop)
+
+
+def _finals(recipe: Recipe, tuning: Sequence[Outcome]) -> tuple[RunConfig, ...]:
+    """The final runs of what is best by the records, in which all processes see the same."""
+    entries = [entry for entries in compare(tuning).values() for entry in entries]
+    return recipe.finals([entry.best.config for entry in entries if entry.best.score is not None])
+
+
+def _make_all(
+    runs: Sequence[Outcome], make: Callable[[Outcome], Outcome], stop: Stop
+) -> Generator[Outcome, None, list[Outcome]]:
+    """Yields the runs as they end and returns them all, or fewer if it was asked to stop."""
+    waiting, done = list(runs), []
+    while waiting:
+        taken = []
+        for found in waiting:
+            if some_process(stop())[0]:  # also: none goes on before all have ended the last run
+                return done
+            outcome = make(found)
+            if outcome.state == "waiting":
+                taken.append(found)
+                continue
+            yield outcome
+            if outcome.stopped:
+                return done
+            done.append(outcome)
+        waiting = taken
+        if waiting:  # others are at work on these
+            time.sleep(POLL_SECONDS)
+    return done
+
+
+def _make(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outcome:
+    """The run with its records; it is waiting still if another process makes it."""
+    if found.end is not None:
+        return found
+    target = folder / found.name
+    try:
+        rows = list(run(found.config, target, resume=True, stop=stop, **options))
+        some_process(False)  # all wait until the first has written its records
+    except RunTaken:
+        return found
+    except Exception as error:  # whatever a task, an optimizer or a disk may raise
+        return _failed(found, target, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    if not rows or rows[0]["kind"] != "start":  # it was resumed, or made by another process
+        rows = records.read(target / "records.jsonl")
+    made = found._replace(rows=rows, fresh=True)
+    if made.end is None and some_process(stop())[0]:
+        return made._replace(stopped=True)
+    return _failed(made, target, "it ended without a record of that") if made.end is None else made
+
+
+def _failed(found: Outcome, target: Path, error: str) -> Outcome:
+    row = {"kind": "failed", "error": error[:500]}
+    with suppress(OSError):  # which may be what failed in the first place
+        records.append(target / "records.jsonl", row)
+    return found._replace(rows=[*found.rows, row], fresh=True)
+
+
+def _write_index(folder: Path, recipe: Recipe, part: bool, finals: Sequence[RunConfig]) -> None:
+    ours = {config.label for config in recipe.runs}
+    old = {}
+    if part:
+        with suppress(OSError, ValueError):  # none yet, or none that can be read
+            old = read_index(folder)
+    content = {"recipe": recipe.name, **recipe.texts, "warnings": recipe.warnings()}
+    for stage, configs in (("tuning", recipe.runs), ("final", finals)):
+        others = {n: f for n, f in old.get(stage, {}).items() if f.get("label") not in ours}
+        content[stage] = others | {name_of(config): to_fields(config) for config in configs}
+    write_whole(folder / INDEX, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop: Stop) -> bool:
+    """Has as many processes as there are devices make a sweep's runs; True if one ended badly.
+
+    Args:
+        options: of `celo2 sweep`, the same for all.
+        devices: the accelerator of each process; an empty one leaves it the machine's own.
+        runs: of the sweep; each process begins with another part of them.
+        stop: asked now and then; True passes the request on.
+    """
+    command = [sys.executable, "-m", "celo2.cli", "sweep", *options, "--no-report"]
+    with ExitStack() as stack:
+        workers = []
+        for i, device in enumerate(devices):
+            # Sessions of their own: Ctrl-C comes to us, and we pass it on once.
+            worker = subprocess.Popen(
+                [*command, "--first", str(i * runs // len(devices))],
+                env=dict(os.environ) | ({name: device for name in VISIBLE} if device else {}),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_on_cores(i, len(devices)),
+            )
+            workers.append(worker)
+            stack.callback(worker.terminate)
+        told = False
+        while any(worker.poll() is None for worker in workers):
+            if stop() and not told:
+                told = True
+                for worker in workers:
+                    worker.terminate()
+            time.sleep(POLL_SECONDS)
+    return any(worker.returncode for worker in workers)
+
+
+def _on_cores(index: int, count: int) -> Callable[[], None] | None:
+    """What gives a process its part of the cores; XLA makes as many threads as it may use."""
+    if not hasattr(os, "sched_setaffinity") or cores() < count:
+        return None
+    mine = sorted(os.sched_getaffinity(0))[index::count]
+    return lambda: os.sched_setaffinity(0, mine)
