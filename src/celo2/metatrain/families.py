@@ -196,20 +196,22 @@ _image_mlp = _on_images
 
 DEEP = (64, 48, 24, 24, CLASSES)
 VIT = ViTConfig(patch=2, width=16, layers=1, head_width=8)
+DEEP_VIT = ViTConfig(patch=2, width=32, layers=2, head_width=16)
 CONV = (8, 16)
 LM = LMConfig(width=16, layers=1, head_width=8, length=16, vocab=64)
+DEEP_LM = LMConfig(width=32, layers=2, head_width=16, length=32, vocab=64)
 
 
 def _deep_mlp(config: MetaConfig, data):
     return _on_images(config, data, init=partial(init_mlp, sizes=DEEP), overrides=None)
 
 
-def _vit(config: MetaConfig, data):
+def _vit(model: ViTConfig, config: MetaConfig, data):
     def logits(params, x):
-        return vit_logits(params, VIT, x.reshape(-1, 8, 8, 1))
+        return vit_logits(params, model, x.reshape(-1, 8, 8, 1))
 
     return _on_images(
-        config, data, init=partial(init_vit, config=VIT), logits=logits, overrides=None
+        config, data, init=partial(init_vit, config=model), logits=logits, overrides=None
     )
 
 
@@ -221,19 +223,25 @@ def _convnet(config: MetaConfig, data):
     return _on_images(config, data, init=init, logits=logits, overrides=None)
 
 
-def _transformer(config: MetaConfig, data) -> tuple[Family, dict[str, str], bool]:
+def _transformer(model: LMConfig, config: MetaConfig, data) -> tuple[Family, dict[str, str], bool]:
     """On the embedded text: other texts are for measuring rules."""
-    corpus = reduce_vocabulary(load_text(PYTHON_DOCS, data), LM.vocab)
-    task = language_model(corpus, LM, config.batch)
+    corpus = reduce_vocabulary(load_text(PYTHON_DOCS, data), model.vocab)
+    task = language_model(corpus, model, config.batch)
     family, checksums, on_images = _from_task(task, PYTHON_DOCS, config)
-    return family._replace(classes=LM.vocab), checksums, on_images
+    return family._replace(classes=model.vocab), checksums, on_images
 
 
 # Rates around the best of 300 steps with warm-up and cosine decay.
 FAMILIES: dict[str, Known] = {
     "image-mlp": Known(_image_mlp, {"inner_rates": (4e-3, 2.5e-2)}, True),
     "deep-mlp": Known(_deep_mlp, {"inner_rates": (2.5e-3, 1.6e-2)}, True),
-    "vit": Known(_vit, {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
+    "vit": Known(partial(_vit, VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
+    "deep-vit": Known(partial(_vit, DEEP_VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
     "convnet": Known(_convnet, {"batch": 32, "inner_rates": (2.5e-3, 1.6e-2)}, True),
-    "transformer": Known(_transformer, {"batch": 16, "inner_rates": (4e-3, 2e-2)}, False),
+    "transformer": Known(
+        partial(_transformer, LM), {"batch": 16, "inner_rates": (4e-3, 2e-2)}, False
+    ),
+    "deep-transformer": Known(
+        partial(_transformer, DEEP_LM), {"batch": 8, "inner_rates": (4e-3, 2e-2)}, False
+    ),
 }
