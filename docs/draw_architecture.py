@@ -13,7 +13,8 @@ BEGIN, END = "<!-- modules -->", "<!-- end -->"
 # From the bottom up: an arrow of imports points to a row further down.
 ROWS = (
     ("rule",),
-    ("routing", "rulefile"),
+    ("velo", "routing"),
+    ("rulefile",),
     ("published", "jax", "torch"),
     ("tasks", "baselines", "runs"),
     ("metatrain", "evaluate"),

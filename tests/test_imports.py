@@ -14,26 +14,27 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "celo2"
 # All that a part may import of ours; a file of the same part is always allowed.
 MAY_IMPORT = {
     "rule": set(),
-    "rulefile": {"rule"},
+    "velo": {"rule"},
+    "rulefile": {"rule", "velo"},
     "routing": {"rule"},
-    "published": {"rule", "rulefile"},
+    "published": {"rule", "velo", "rulefile"},
     "__init__": {"rule", "rulefile"},
-    "jax": {"rule", "rulefile", "routing"},
+    "jax": {"rule", "velo", "rulefile", "routing"},
     "torch": {"rule", "rulefile", "routing"},
     "tasks": set(),
     "baselines": {"rule", "jax"},
     "runs": {"rulefile"},
     "metatrain": {"rule", "rulefile", "jax", "tasks", "baselines", "runs"},
-    "evaluate": {"rule", "rulefile", "jax", "tasks", "baselines", "runs"},
+    "evaluate": {"rule", "velo", "rulefile", "jax", "tasks", "baselines", "runs"},
     "commands": {"rule", "rulefile", "tasks", "runs", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
-    "cli": {"__init__", "rule", "rulefile", "published"},
+    "cli": {"__init__", "rule", "velo", "rulefile", "published"},
 }
 # What it may import besides, inside functions only.
 MAY_IMPORT_LAZILY = {"cli": MAY_IMPORT.keys() - {"cli"}}
 
 # Parts that must work where no extra is installed, and the packages they may import at once.
-BARE_PARTS = {"__init__", "rule", "rulefile", "routing", "published", "cli"}
+BARE_PARTS = {"__init__", "rule", "velo", "rulefile", "routing", "published", "cli"}
 BARE_PACKAGES = {"numpy", "safetensors"}
 FOREIGN = {"jax": {"torch"}, "torch": {"jax", "jaxlib", "optax", "flax"}}
 

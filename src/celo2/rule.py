@@ -177,19 +177,32 @@ def weight_shapes(config: RuleConfig) -> dict[str, tuple[int, ...]]:
 
 def check_shapes(config: RuleConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a ValueError that says how `shapes` differs from what `config` needs."""
-    expected = weight_shapes(config)
+    match_shapes(
+        f"A rule with hidden={config.hidden}",
+        weight_shapes(config),
+        shapes,
+        "was the file made with other decays or hidden widths?",
+    )
+
+
+def match_shapes(
+    what: str,
+    expected: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    hint: str,
+) -> None:
+    """Raises a ValueError that says how `shapes` differs from what is expected of `what`."""
     missing = sorted(expected.keys() - shapes.keys())
     unknown = sorted(shapes.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
-            f"A rule with hidden={config.hidden} has arrays {', '.join(expected)}; "
+            f"{what} has arrays {', '.join(expected)}; "
             f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}."
         )
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
             raise ValueError(
-                f"{name} has shape {tuple(shapes[name])} but this config needs {shape}; "
-                "was the file made with other decays or hidden widths?"
+                f"{name} has shape {tuple(shapes[name])} but this config needs {shape}; {hint}"
             )
 
 
@@ -235,7 +248,7 @@ def initial_weights(
     >>> weights = initial_weights(CELO2, np.random.default_rng(0), {"momentum": [0.7, 0.3]})
     """
     weights = {
-        name: _truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
+        name: truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
         if len(shape) == 2
         else np.zeros(shape, np.float32)
         for name, shape in weight_shapes(config).items()
@@ -282,7 +295,8 @@ def _carry(config: RuleConfig, weights: dict[str, np.ndarray], column: np.ndarra
     weights[f"w{last}"][:2, 0] = 1.0, -1.0
 
 
-def _truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal numbers, drawn again where they are beyond two."""
     draw = rng.standard_normal(shape)
     while (outside := np.abs(draw) > 2).any():
         draw[outside] = rng.standard_normal(int(outside.sum()))

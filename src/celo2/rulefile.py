@@ -1,5 +1,7 @@
 """Rule files: one .safetensors file holds config, arrays and origin of a rule.
 
+A rule is for one optimizer, Celo2 unless its config names another.
+
 Where they are (`load`, `save`, the shipped ones, hf:// addresses) comes first, then the encoding,
 then the Hugging Face hub. Files come from strangers, so whatever is wrong with one ends in a
 ValueError that says what. huggingface_hub is an optional extra, imported only when it is needed.
@@ -25,6 +27,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from celo2 import velo
 from celo2.rule import Rule, RuleConfig, check_shapes
 
 SHIPPED = ("celo2", "celo2-base")
@@ -33,12 +36,15 @@ FORMAT = 1  # raised when older versions of celo2 could no longer read a file
 MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
 MAX_HEADER = 2**20
 
+CHECKPOINT = "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors"
 # What a file that is no rule starts with, and what to tell its owner.
 STRANGERS = {
     b"PK\x03\x04": "it is a zip archive (torch or npz?)",
     b"\x93NUMPY": "it is a numpy array",
     b"\x80": "it looks like a pickle, which celo2 never opens",
-    b"\x81": "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors",
+    b"\x81": CHECKPOINT,  # of Celo2
+    b"\x82": CHECKPOINT,  # of Celo-Adam
+    b"\x83": CHECKPOINT,  # of VeLO and Celo
 }
 
 HUB_PREFIX = "hf://"
@@ -51,6 +57,8 @@ _ADDRESS = re.compile(rf"hf://({_NAME}/{_NAME})(?:@([^/@]+))?(?:/([^@]+))?")
 
 def load(path: str | os.PathLike[str]) -> Rule:
     """The rule in a file, or at an address on the Hugging Face hub.
+
+    It is a `Rule`, or a `celo2.velo.VeloRule` if the file is for VeLO or Celo.
 
     Args:
         path: a `.safetensors` file, or `hf://user/repo`, optionally with `@revision` and with
@@ -119,7 +127,22 @@ def pretrained(name: str = "celo2") -> Rule:
 
 
 def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
-    """The rule that an optimizer's argument means: itself, a shipped name, a file or an address."""
+    """The rule that an argument of Celo2 means: itself, a shipped name, a file or an address."""
+    found = find_rule(rule)
+    check_optimizer(found, "celo2")
+    return found
+
+
+def as_velo_rule(rule: Rule | str | os.PathLike[str], optimizer: velo.Optimizer) -> velo.VeloRule:
+    """The rule that an argument of VeLO or Celo means: itself, a file or an address."""
+    found = find_rule(rule)
+    check_optimizer(found, optimizer)
+    assert isinstance(found, velo.VeloRule)
+    return found
+
+
+def find_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
+    """The rule that an argument means, whatever optimizer it is for."""
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, str) and rule in SHIPPED:
@@ -130,6 +153,21 @@ def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
         f"rule={rule!r} is a {type(rule).__name__}; give a Rule, a shipped name "
         f"({', '.join(SHIPPED)}), a .safetensors file or an hf:// address."
     )
+
+
+def optimizer_of(rule: Rule) -> str:
+    """The optimizer that a rule is for: celo2, velo or celo."""
+    return rule.config.optimizer if isinstance(rule, velo.VeloRule) else "celo2"
+
+
+def check_optimizer(rule: Rule, optimizer: str) -> None:
+    """Raises a ValueError where a rule is for another optimizer."""
+    if (found := optimizer_of(rule)) != optimizer:
+        use = "celo2.jax or celo2.torch" if found == "celo2" else f"celo2.jax.{found}"
+        raise ValueError(
+            f"the rule is for {found}, not for {optimizer}: use it with {use}, or as "
+            f"{'optimizer FILE' if found == 'celo2' else f'optimizer {found}=FILE'} in runs."
+        )
 
 
 @functools.cache
@@ -208,11 +246,17 @@ def _parse(data: bytes) -> Rule:
         if not isinstance(entry, dict) or entry.get("dtype") != "F32":
             raise ValueError(f"array {name} is not F32, the type of a rule's arrays.")
     # Before the arrays are made, so that only as much is allocated as the config needs.
-    check_shapes(config, {name: _shape(entry) for name, entry in header.items()})
+    shapes = {name: _shape(entry) for name, entry in header.items()}
+    if isinstance(config, RuleConfig):
+        check_shapes(config, shapes)
+    else:
+        velo.check_shapes(config, shapes)
     arrays = float32(safetensors.numpy.load(data))
     if _digest(metadata, arrays) != metadata["sha256"]:
         raise ValueError("its SHA-256 does not match its content: it was damaged; fetch it again.")
-    return Rule(config, arrays, origin)
+    if isinstance(config, RuleConfig):
+        return Rule(config, arrays, origin)
+    return velo.VeloRule(config, arrays, origin)
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -242,13 +286,14 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"it has no {name}; write it again with celo2.save.")
 
 
-def _config(fields: dict[str, Any]) -> RuleConfig:
-    known = {field.name for field in dataclasses.fields(RuleConfig)}
+def _config(fields: dict[str, Any]) -> RuleConfig | velo.VeloConfig:
+    kind = velo.VeloConfig if "optimizer" in fields else RuleConfig
+    known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ValueError(f"unknown config fields: {', '.join(unknown)}; made by a newer celo2?")
     if missing := sorted(known - fields.keys()):
         raise ValueError(f"config fields missing: {', '.join(missing)}.")
-    return RuleConfig(**fields)
+    return kind(**fields)
 
 
 def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -405,7 +450,10 @@ def model_card(rule: Rule, address: str, sha256: str) -> str:
         "origin": dict(rule.origin),
         "sha256": sha256,
     }
-    return CARD.format(name=name, address=address, facts=json.dumps(facts, indent=2))
+    optimizer = optimizer_of(rule)
+    where = "for JAX and PyTorch" if optimizer == "celo2" else f"for celo2.jax.{optimizer}"
+    facts = json.dumps(facts, indent=2)
+    return CARD.format(name=name, address=address, where=where, facts=facts)
 
 
 CARD = """\
@@ -416,7 +464,7 @@ tags: [learned-optimizer, optimizer]
 
 # {name}
 
-A learned optimizer, for JAX and PyTorch, as a rule of [celo2](https://pypi.org/project/celo2).
+A learned optimizer, {where}, as a rule of [celo2](https://pypi.org/project/celo2).
 
 ```python
 import celo2

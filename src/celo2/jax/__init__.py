@@ -1,5 +1,6 @@
-"""Celo2 for JAX: an Optax transformation, and the optimizers built from it."""
+"""Celo2 for JAX, an Optax transformation and the optimizers built from it; VeLO and Celo."""
 
+from celo2.jax.lstm_optimizers import LstmState, celo, velo
 from celo2.jax.optimizer import (
     Celo2State,
     Skipped,
@@ -12,10 +13,13 @@ from celo2.jax.optimizer import (
 
 __all__ = [
     "Celo2State",
+    "LstmState",
     "Skipped",
+    "celo",
     "celo2",
     "celo2_base",
     "explain",
     "scale_by_celo2",
     "skipped",
+    "velo",
 ]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from celo2.jax.moments import Moments
+from celo2.jax.moments import Accumulators, Moments
 from celo2.routing import Axes
 from celo2.rule import CLIP, FACTORED_EPSILON, RMS_EPSILON, RuleConfig, feature_rows
 
@@ -26,11 +26,18 @@ class Features(NamedTuple):
     stripes: tuple[Array, ...]
 
 
-def build_features(axes: Axes, param: Array, grad: Array, moments: Moments) -> Features:
+def build_features(
+    axes: Axes,
+    param: Array,
+    grad: Array,
+    moments: Moments | Accumulators,
+    *,
+    rms_epsilon: float = RMS_EPSILON,
+) -> Features:
     """The features of one viewed tensor, in the order of `split_first_layer`."""
     momentum = [m.astype(jnp.float32) for m in moments.momentum]
     rms, rows, cols = moments.rms, moments.rows, moments.cols
-    inverse_rms = lax.rsqrt(rms + RMS_EPSILON)
+    inverse_rms = lax.rsqrt(rms + rms_epsilon)
     scales = factored_scales(axes, rows, cols)
     planes = [
         Plane(grad),

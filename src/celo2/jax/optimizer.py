@@ -27,7 +27,15 @@ from celo2.jax.grouping import (
     redistributed,
     unstack,
 )
-from celo2.jax.moments import Moments, clip_gradient, init_moments, update_moments
+from celo2.jax.moments import (
+    Moments,
+    as_leaves,
+    as_trees,
+    clip_gradient,
+    init_moments,
+    map_large,
+    update_moments,
+)
 from celo2.jax.update import NORMS, newton_schulz, tensor_update
 from celo2.routing import (
     Axes,
@@ -143,11 +151,11 @@ def _rule_on_views(
             viewed = to_view(zeros, view)
             moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
             # From the stored tensor: folding a sharded axis can lose its sharding.
-            return _map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
+            return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
 
-        return _pack(
-            jnp.zeros([], jnp.int32), jax.tree.map(init_leaf, params), len(config.momentum_decays)
-        )
+        moments = jax.tree.map(init_leaf, params)
+        trees = as_trees(Moments, moments, len(config.momentum_decays))
+        return Celo2State(jnp.zeros([], jnp.int32), *trees)
 
     # The moments are computed tensor by tensor, in place of the old: XLA compiles equal kernels
     # only once, and a loop would have to carry them out. One trace for each shape, by jit.
@@ -200,11 +208,9 @@ def _rule_on_views(
             param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
-            new, moving = take_in(
-                axes, grad, _map_large(lambda x, view=view: to_view(x, view), old)
-            )
+            new, moving = take_in(axes, grad, map_large(lambda x, view=view: to_view(x, view), old))
             jobs.append((axes, (param, grad, new, moving)))
-            stored.append(_map_large(lambda x, v=view, s=shape: from_view(x, v, s), new))
+            stored.append(map_large(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
         roles = [re.sub(r"\d+", "", path) for path in leaf_paths(params)]
         results = for_each_group(update_group, jobs, roles)
@@ -217,8 +223,8 @@ def _rule_on_views(
             for moments, (_, running_rms) in zip(stored, results, strict=True)
         ]
         count = jnp.asarray(optax.safe_increment(state.count))
-        new_state = _pack(count, treedef.unflatten(stored), len(config.momentum_decays))
-        return treedef.unflatten(steps), new_state
+        trees = as_trees(Moments, treedef.unflatten(stored), len(config.momentum_decays))
+        return treedef.unflatten(steps), Celo2State(count, *trees)
 
     def on_views(views: list[MatrixView]) -> optax.GradientTransformation:
         return optax.GradientTransformation(
@@ -242,31 +248,6 @@ def _check_params(params: optax.Params | None) -> None:
         )
 
 
-def _map_large(function, moments: Moments) -> Moments:
-    """The moments with `function` applied to those that are as large as the tensor."""
-    return moments._replace(
-        momentum=tuple(map(function, moments.momentum)), rms=function(moments.rms)
-    )
-
-
-def _pack(count: Array, moments, decays: int) -> Celo2State:
-    """A tree of Moments as a state of trees."""
-
-    def pick(get) -> optax.Params:
-        return jax.tree.map(get, moments, is_leaf=lambda x: isinstance(x, Moments))
-
-    return Celo2State(
-        count,
-        tuple(pick(lambda m, i=i: m.momentum[i]) for i in range(decays)),
-        pick(lambda m: m.rms),
-        pick(lambda m: m.rows),
-        pick(lambda m: m.cols),
-        pick(lambda m: m.running_rms),
-        pick(lambda m: m.moves),
-        pick(lambda m: m.skipped),
-    )
-
-
 def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
     """The state of each leaf, after checking that it belongs to these parameters."""
     check_same_tree(state.rms, params, "optimizer state")
@@ -275,10 +256,7 @@ def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moment
             f"the optimizer state has {len(state.momentum)} momenta and the rule {decays}: "
             "it was made with another rule."
         )
-
-    momentum = list(zip(*map(jax.tree.leaves, state.momentum), strict=True))
-    rest = map(jax.tree.leaves, state[2:])
-    return [Moments(*leaf) for leaf in zip(momentum, *rest, strict=True)]
+    return as_leaves(Moments, state[1:])
 
 
 def _check_shapes(moments: Moments, axes: Axes, shape: tuple[int, ...]) -> None:

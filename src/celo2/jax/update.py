@@ -42,30 +42,50 @@ def tensor_update(
     The moments have taken the gradient in.
     """
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
-    kernels = normalize_inputs(first_layer, build_features(axes, param, grad, moments))
-    # The features are built a second time rather than kept: XLA would store ten planes of them.
-    param, grad, moments, kernels = lax.optimization_barrier((param, grad, moments, kernels))
-    features = build_features(axes, param, grad, moments)
-    direction, magnitude = apply_mlp(weights, kernels, features)
+    build = functools.partial(build_features, axes)
+    direction, magnitude = run_mlp(
+        weights, first_layer, normalize_inputs, build, (param, grad, moments)
+    )
     update = FORMS[config.form](direction, magnitude)
     if config.orthogonalize and axes.matrix:
         update = newton_schulz(update, dtype=newton_schulz_dtype)
     return NORMS[config.norm](update, moments.running_rms, moments.moves)
 
 
-def normalize_inputs(parts: list[Array], features: Features) -> list[Array]:
-    """The first layer's parts with each column's normaliser multiplied in.
+def run_mlp(
+    weights: Weights,
+    first_layer: list[Array],
+    normalize: Callable[[list[Array], Features], list[Array]],
+    build: Callable[..., Features],
+    tensor: tuple[Any, ...],
+) -> tuple[Array, Array]:
+    """The MLP's direction and magnitude on the features that `build` makes of `tensor`."""
+    kernels = normalize(first_layer, build(*tensor))
+    # The features are built a second time rather than kept: XLA would store ten planes of them.
+    tensor, kernels = lax.optimization_barrier((tensor, kernels))
+    return apply_mlp(weights, kernels, build(*tensor))
+
+
+def normalize_inputs(
+    parts: list[Array],
+    features: Features,
+    axes: tuple[int, ...] = MATRIX,
+    epsilon: float = EPSILON,
+) -> list[Array]:
+    """The first layer's parts with each column's normaliser multiplied in: 1/RMS over `axes`, the
+    last two among them.
 
     Each comes back as (columns, hidden units, batch…, 1, 1).
     """
     # Sums over one axis at a time: XLA has fast kernels for them on CPUs.
     planes = jnp.stack([_sum_of_squares(plane) for plane in features.planes])
-    mean_squares = [jnp.sum(planes, -1, keepdims=True) / _matrix_size(features.planes[0].value)]
-    mean_squares += [jnp.mean(jnp.square(s), MATRIX, keepdims=True) for s in features.stripes]
+    rest = tuple(axis for axis in axes if axis != -2)
+    mean_squares = [jnp.sum(planes, rest, keepdims=True) / _size(features.planes[0].value, axes)]
+    mean_squares += [jnp.mean(jnp.square(s), axes, keepdims=True) for s in features.stripes]
     kernels = []
     for part, mean_square in zip(parts, mean_squares, strict=True):
         part = part.reshape(*part.shape, *[1] * (mean_square.ndim - 1))
-        kernels.append(part * lax.rsqrt(mean_square + EPSILON)[:, None])
+        kernels.append(part * lax.rsqrt(mean_square + epsilon)[:, None])
     return kernels
 
 
@@ -80,8 +100,8 @@ def _sum_of_squares(plane: Plane) -> Array:
     return math.prod(map(jnp.square, late), start=total)
 
 
-def _matrix_size(x: Array) -> float:
-    return float(x.shape[-2] * x.shape[-1])  # as an integer it may not fit 32 bits
+def _size(x: Array, axes: tuple[int, ...]) -> float:
+    return float(math.prod(x.shape[a] for a in axes))  # as an integer it may not fit 32 bits
 
 
 def apply_mlp(weights: Weights, kernels: list[Array], features: Features) -> tuple[Array, Array]:
@@ -195,7 +215,7 @@ def _gram_polynomial(gram: Array, steps: int) -> Array:
 def rms(update: Array) -> Array:
     """The root mean square of each slice."""
     total = reduce_in_turn(jnp.sum, jnp.square(update), MATRIX)
-    return jnp.sqrt(total / _matrix_size(update) + EPSILON)
+    return jnp.sqrt(total / _size(update, MATRIX) + EPSILON)
 
 
 def _mean_rms(update: Array, running_rms: Array, moves: Array) -> Array:
