@@ -1,4 +1,4 @@
-"""What an optimizer step costs: Celo2 and Celo2-base against AdamW and Muon.
+"""What an optimizer step costs: Celo2 and Celo2-base against AdamW, Muon, VeLO and Celo.
 
     python benchmarks/step_time.py [--rounds 7] [--json]
 
@@ -6,10 +6,12 @@ All optimizers update the same language model's parameters (13.8M: an embedding 
 six layers of four 384×384, 384×1536, 1536×384 and two norms) from the same gradients, in turn in
 one process, so that other load hits them alike. CPU seconds are of all threads; temporaries and
 compile time are XLA's own. Muon and Celo2 get the hidden matrices only, as they would in use;
-AdamW and Celo2-base get everything.
+the others get everything. VeLO and Celo have random weights of the official sizes: a step costs the
+same with any.
 """
 
 import argparse
+import functools
 import json
 import time
 
@@ -19,6 +21,7 @@ import numpy as np
 import optax
 
 import celo2.jax
+from celo2.velo import CELO, VELO, VeloConfig, VeloRule, initial_weights
 
 LAYERS, WIDTH, VOCABULARY = 6, 384, 8192
 
@@ -61,7 +64,9 @@ class Contender:
         self.state = tx.init(self.params)
         jax.clear_caches()
         start = time.perf_counter()
-        lowered = jax.jit(tx.update, donate_argnums=1).lower(self.grads, self.state, self.params)
+        # The loss, for those that read it.
+        update = functools.partial(optax.with_extra_args_support(tx).update, value=1.0)
+        lowered = jax.jit(update, donate_argnums=1).lower(self.grads, self.state, self.params)
         self.trace_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.compiled = lowered.compile()
@@ -91,6 +96,10 @@ class Contender:
         }
 
 
+def random_rule(config: VeloConfig) -> VeloRule:
+    return VeloRule(config, initial_weights(config, np.random.default_rng(0)))
+
+
 def contenders(shapes) -> list[Contender]:
     hidden = {
         name: {k: v for k, v in block.items() if v.ndim == 2}
@@ -100,6 +109,8 @@ def contenders(shapes) -> list[Contender]:
     return [
         Contender("adamw", optax.adamw(1e-3), shapes),
         Contender("celo2-base", celo2.jax.celo2_base(1e-3), shapes),
+        Contender("celo", celo2.jax.celo(1000, rule=random_rule(CELO)), shapes),
+        Contender("velo", celo2.jax.velo(1000, rule=random_rule(VELO)), shapes),
         Contender("adamw (hidden)", optax.adamw(1e-3), hidden),
         Contender("muon (hidden)", optax.contrib.muon(1e-3), hidden),
         Contender("celo2 (hidden)", celo2.jax.celo2(1e-3), hidden),
@@ -132,6 +143,8 @@ def main() -> None:
         row["first_call_seconds"] = row["trace_seconds"] + row["compile_seconds"]
     summary = {
         "celo2-base / adamw, CPU": ratio(rows, "celo2-base", "adamw", "cpu_ms"),
+        "celo / adamw, CPU": ratio(rows, "celo", "adamw", "cpu_ms"),
+        "velo / adamw, CPU": ratio(rows, "velo", "adamw", "cpu_ms"),
         "celo2 / muon, CPU": ratio(rows, "celo2 (hidden)", "muon (hidden)", "cpu_ms"),
         "celo2-base / adamw, compile": ratio(rows, "celo2-base", "adamw", "compile_seconds"),
         "celo2-base / adamw, trace and compile": ratio(

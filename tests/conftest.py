@@ -36,7 +36,7 @@ def strict_dtypes():
 def golden_folder(name: str) -> Path:
     """The folder of the golden vectors called `name`: tests/golden, for all with random weights.
 
-    Those with the authors' weights, `celo2_pretrained`, are not part of this repository:
+    Those with the authors' weights, `celo2_pretrained` and `celo`, are not part of this repository:
     `CELO2_GOLDEN` names their folder, or a folder beside the repository holds it; else the test is
     skipped.
     """

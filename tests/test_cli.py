@@ -9,6 +9,7 @@ import pytest
 import celo2
 from celo2 import cli, rulefile
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, Rule, initial_weights
+from lstm_rules import SMALL, packed, published_tree, random_rule
 from rule_files import published
 
 pytest.importorskip("tyro", reason="tyro is not installed")
@@ -46,6 +47,25 @@ def test_convert_options_change_single_fields(checkpoint, tmp_path):
     assert (config.orthogonalize, config.vectors) == (False, "rule")
     assert config.momentum_decays == (0.1, 0.2, 0.3)
     assert config.factored_decays == (0.4, 0.5, 0.6)
+
+
+def test_checkpoint_of_celo_is_converted_and_shown(tmp_path, capsys):
+    file, out = tmp_path / "theta.state", str(tmp_path / "out.safetensors")
+    file.write_bytes(packed(published_tree(random_rule(SMALL["celo"]))))
+    assert cli.main(["convert", str(file), out]) == 0
+    assert "parameters, for celo" in capsys.readouterr().out
+    assert cli.main(["info", out, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["optimizer"] == facts["config"]["optimizer"] == "celo"
+    assert list(facts["feature_norms"]) == [feature.name for feature in FEATURES]
+    assert cli.main(["convert", str(file), out, "--norm", "raw"]) == 2
+    assert "is a checkpoint of celo, which has no norm" in capsys.readouterr().err
+
+
+def test_options_of_velo_are_not_celo2_s(checkpoint, tmp_path, capsys):
+    out = str(tmp_path / "out.safetensors")
+    assert cli.main(["convert", checkpoint, out, "--bank-scale", "1"]) == 2
+    assert "is a checkpoint of celo2, which has no bank_scale" in capsys.readouterr().err
 
 
 def test_info_as_json_has_every_fact(rule_file, capsys):
@@ -121,7 +141,7 @@ def test_mistakes_in_our_code_are_not_hidden(monkeypatch):
     def broken(rule):
         raise KeyError("bug")
 
-    monkeypatch.setattr(rulefile, "as_rule", broken)
+    monkeypatch.setattr(rulefile, "find_rule", broken)
     with pytest.raises(KeyError):
         cli.main(["info", "celo2"])
 

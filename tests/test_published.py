@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from celo2 import published as published_module
 from celo2 import rulefile
 from celo2.rule import CELO2, CELO2_BASE, FEATURES, initial_weights
+from celo2.velo import CELO, VeloConfig
+from lstm_rules import SMALL, golden_rule, packed, published_tree, random_rule
 from rule_files import (
     FILE,
     REPOSITORY,
@@ -117,6 +120,92 @@ def test_damaged_checkpoint_is_a_rule_or_a_value_error(tmp_path_factory, changes
     except ValueError:
         return
     assert all(np.isfinite(weight).all() for weight in rule.weights.values())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_checkpoint_of_velo_or_celo_is_told_by_its_arrays(name, tmp_path):
+    rule = random_rule(SMALL[name])
+    tree = published_tree(rule)
+    record = {"params": tree, "gen_id": "0123456789abcdef" * 2, "step": 200}
+    for data in (packed(tree), packed(record)):
+        found = convert(tmp_path, data)
+        assert same(dataclasses.replace(found, origin={}), rule)
+        assert found.origin["converted_from"] == "theta.state"
+
+
+def test_what_velo_s_checkpoint_does_not_record_can_be_given(tmp_path):
+    (tmp_path / "theta.state").write_bytes(packed(published_tree(random_rule(SMALL["velo"]))))
+    found = published_module.convert(tmp_path / "theta.state", bank_scale=1.0, loss_horizon=10)
+    assert found.config == VeloConfig("velo", 8, 3, bank_scale=1.0, loss_horizon=10)
+
+
+def test_pylo_s_two_files_are_velo_s_rule(tmp_path):
+    rule = random_rule(SMALL["velo"])
+    tree = published_tree(rule)
+    layers = {
+        theirs: tree["rnn_params"][ours] for theirs, ours in published_module.TORCH_LAYERS.items()
+    }
+    rnn = {f"{k}.weight": np.ascontiguousarray(v["w"].T) for k, v in layers.items()}
+    rnn |= {f"{k}.bias": v["b"] for k, v in layers.items()}
+    rnn["lstm_init_state.0"], rnn["lstm_init_state.1"] = tree["lstm_init_state"].values()
+    mlp = {
+        theirs: np.ascontiguousarray(np.swapaxes(rule.weights[ours], 1, 2))
+        if "weights" in theirs
+        else rule.weights[ours]
+        for theirs, ours in published_module.TORCH_MLP.items()
+    }
+    mlp["input_weights"] = np.zeros((4, 30), np.float32)  # scratch space
+    files = tmp_path / "rnn.safetensors", tmp_path / "mlp.safetensors"
+    for file, arrays in zip(files, (rnn, mlp), strict=True):
+        save_file(arrays, file)
+    for path, other in (files, files[::-1]):
+        found = published_module.convert(path, mlp=other)
+        assert same(dataclasses.replace(found, origin={}), rule)
+    with pytest.raises(ValueError, match="input_bias_.*VeLO for PyTorch is two files"):
+        published_module.convert(files[0])
+
+
+def changed(path, value):
+    """A small VeLO checkpoint with another entry, or without it."""
+    tree = published_tree(random_rule(SMALL["velo"]))
+    *folders, name = path
+    place = tree
+    for folder in folders:
+        place = place[folder]
+    place[name] = value
+    if value is None:
+        del place[name]
+    return packed(tree)
+
+
+BAD_LSTM_CHECKPOINTS = {
+    "celo-adam": (changed(["ff_mod_stack"], None), "no MLP, as Celo-Adam"),
+    "no layer": (changed(["rnn_params", "rnn/linear"], None), "no array rnn_params / rnn/linear"),
+    "no state": (changed(["lstm_init_state"], 3), "no array lstm_init_state / hidden"),
+    "no block": (changed(["ff_mod_stack", "~", "w0__3"], None), "missing: w0__3"),
+    "flat block": (changed(["ff_mod_stack", "~", "w0__3"], ZEROS), "not of 3 axes: w0__3"),
+    "other inputs": (changed(["rnn_params", "linear_1", "w"], ZEROS), "8 inputs; VeLO has 30"),
+    "other width": (changed(["rnn_params", "linear_2", "w"], ZEROS), "linear_2.w has shape"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LSTM_CHECKPOINTS)
+def test_bad_checkpoint_of_velo_is_refused_with_the_reason(tmp_path, name):
+    data, message = BAD_LSTM_CHECKPOINTS[name]
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path, data)
+
+
+def test_authors_celo_checkpoint_becomes_their_rule():
+    file = os.environ.get("CELO2_PUBLISHED_CELO") or find_beside("published/celo_theta.state")
+    if not file:
+        pytest.skip("set CELO2_PUBLISHED_CELO to the authors' theta.state of Celo to run this")
+    rule = published_module.convert(file)
+    assert rule.config == CELO
+    if golden := find_beside("golden/celo.npz"):
+        with np.load(golden) as arrays:
+            expected = golden_rule(CELO, dict(arrays), "celo")
+        assert all(np.array_equal(w, expected.weights[name]) for name, w in rule.weights.items())
 
 
 def find_beside(name):

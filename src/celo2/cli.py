@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import celo2
-from celo2 import published, rulefile
-from celo2.rule import CELO2, CELO2_BASE, FEATURES, Form, Norm, Rule, Vectors, feature_width
+from celo2 import published, rulefile, velo
+from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, Vectors, feature_rows
 
 PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
 
@@ -60,13 +60,17 @@ def convert(
     rms_decay: float | None = None,
     momentum_decays: tuple[float, ...] | None = None,
     factored_decays: tuple[float, ...] | None = None,
+    mlp: str | None = None,
+    bank_scale: float | None = None,
+    loss_horizon: int | None = None,
 ) -> None:
-    """Turn a published checkpoint into a rule file.
+    """Turn a published checkpoint of Celo2, Celo or VeLO into a rule file.
 
     A checkpoint records its arrays only: what else it was trained with is said here.
 
     Args:
-        checkpoint: the authors' file, theta.state.
+        checkpoint: the authors' file: theta.state, or VeLO's params; or the RNN of VeLO in
+            PyTorch.
         out: the .safetensors file to write.
         preset: the config to start from; the options below change single fields of it.
         form: how direction and magnitude make an update.
@@ -76,6 +80,9 @@ def convert(
         rms_decay: decay of the elementwise second moment.
         momentum_decays: one momentum per decay.
         factored_decays: one factored second moment per decay.
+        mlp: the MLP of VeLO in PyTorch, which is two files.
+        bank_scale: of VeLO, 100 by default; 1 for those that Celo's authors trained.
+        loss_horizon: of VeLO and Celo; 10 for one made with use_bugged_loss_features.
     """
     given = {
         "form": form,
@@ -87,19 +94,28 @@ def convert(
         "factored_decays": factored_decays,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    rule = published.convert(checkpoint, dataclasses.replace(PRESETS[preset], **changes))
+    config = dataclasses.replace(PRESETS[preset], **changes)
+    of_lstm = {"bank_scale": bank_scale, "loss_horizon": loss_horizon}
+    of_lstm = {name: value for name, value in of_lstm.items() if value is not None}
+    rule = published.convert(checkpoint, config, mlp=mlp, **of_lstm)
+    optimizer = rulefile.optimizer_of(rule)
+    if unused := list(of_lstm if optimizer == "celo2" else changes):
+        raise ValueError(f"{checkpoint} is a checkpoint of {optimizer}, which has no {unused[0]}.")
     rulefile.save(rule, out)
-    print(f"{out}: {_count(rule)} parameters, hidden {rule.config.hidden}, preset {preset}")
+    made = f"{out}: {_count(rule)} parameters, for {optimizer}"
+    print(f"{made}, hidden {rule.config.hidden}, preset {preset}" if optimizer == "celo2" else made)
 
 
 def info(rule: str, json: bool = False) -> None:
     """Show what a rule is: config, size, digest, origin, and what its first layer listens to.
 
+    Also a rule for VeLO or Celo.
+
     Args:
         rule: a .safetensors file, a shipped name or an hf:// address.
         json: print one JSON object instead of a table.
     """
-    facts = _facts(rulefile.as_rule(rule))
+    facts = _facts(rulefile.find_rule(rule))
     print(_as_json(facts) if json else _as_table(facts))
 
 
@@ -115,7 +131,7 @@ def push(
         card: write a README.md too, over the one that is there.
         file: name of the rule's file in the repository.
     """
-    chosen = rulefile.as_rule(rule)
+    chosen = rulefile.find_rule(rule)
     address = rulefile.HUB_PREFIX + repo + ("" if file == rulefile.HUB_FILE else f"/{file}")
     rulefile.parse_address(address)
     files = {file: rulefile.to_bytes(chosen)}
@@ -217,6 +233,7 @@ def _count(rule: Rule) -> int:
 
 def _facts(rule: Rule) -> dict[str, Any]:
     return {
+        "optimizer": rulefile.optimizer_of(rule),
         "config": dataclasses.asdict(rule.config),
         "parameters": _count(rule),
         "bytes": len(rulefile.to_bytes(rule)),
@@ -227,13 +244,12 @@ def _facts(rule: Rule) -> dict[str, Any]:
 
 
 def _feature_norms(rule: Rule) -> dict[str, float]:
-    """How much the first layer weighs each feature: the norm of its rows."""
-    norms, start = {}, 0
-    for feature in FEATURES:
-        end = start + feature_width(rule.config, feature)
-        norms[feature.name] = round(float(np.linalg.norm(rule.weights["w0"][start:end])), 4)
-        start = end
-    return norms
+    """How much the first layer weighs each feature: the norm of its rows, in all banks."""
+    rows = feature_rows(velo.MLP if isinstance(rule, velo.VeloRule) else rule.config)
+    return {
+        name: round(float(np.linalg.norm(rule.weights["w0"][..., at, :])), 4)
+        for name, at in rows.items()
+    }
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from celo2.evaluate.optimizers import (
     with_norms,
 )
 from celo2.rulefile import pretrained, save
+from lstm_rules import SMALL, random_rule
 
 PARAMS = {"hidden": {"kernel": jnp.ones((4, 6))}, "head": {"kernel": jnp.ones((6, 3))}}
 GRADS = jax.tree.map(lambda x: jnp.linspace(0.5, 1.0, x.size).reshape(x.shape), PARAMS)
@@ -41,6 +42,23 @@ def test_every_optimizer_trains_digits(name, tmp_path):
     rows = train(tmp_path, small(name, learning_rate=rate, steps=40, evaluate_every=40))
     first, last = of_kind(rows, "valid")
     assert last["metrics"]["loss"] < 0.8 * first["metrics"]["loss"]
+
+
+def test_celo_gets_the_loss_and_the_number_of_steps(tmp_path):
+    file = tmp_path / "celo.safetensors"
+    save(random_rule(SMALL["celo"]), file)
+    name = f"celo={file}"
+    rows = train(tmp_path / "run", small(name, learning_rate=1e-3, steps=4))
+    (end,) = of_kind(rows, "end")
+    assert end["finished"] and not end["diverged"]
+    (start,) = of_kind(rows, "start")
+    assert (start["config"]["label"], start["config"]["schedule"]) == ("celo", "constant")
+    with pytest.raises(ValueError, match="the rule is for celo, not for velo"):
+        load_rule(f"velo={file}")
+    with pytest.raises(ValueError, match="or as optimizer celo=FILE in runs"):
+        load_rule(str(file))
+    with pytest.raises(ValueError, match="needs a rule file for velo, which `celo2 convert` makes"):
+        load_rule("velo=absent.safetensors")
 
 
 def test_rule_s_rms_variant_is_a_fifth():

@@ -34,6 +34,23 @@ def test_unequal_budgets_are_told(recipe_file):
     assert "on digits-mlp" in warning and "adamw 3 runs, plain 2 runs" in warning
 
 
+def test_velo_and_celo_are_one_run_unless_their_factor_is_swept(recipe_file):
+    also = {"celo": "celo.safetensors", "mine": "velo=velo.safetensors"}
+    recipe = read_recipe(recipe_file, also)
+    further = [c for c in recipe.runs if c.label in also]
+    assert [c.optimizer for c in further] == ["celo=celo.safetensors", "velo=velo.safetensors"]
+    for config in further:
+        assert (config.learning_rate, config.weight_decay) == (1e-3, 0.0)
+        assert (config.schedule, config.warmup) == ("constant", 0.0)
+    assert recipe.budgets()["digits-mlp"] == {"adamw": 3, "plain": 2, "celo": 1, "mine": 1}
+    (warning,) = recipe.warnings()
+    assert "celo" not in warning
+    optimizers = {"adamw": {"learning_rate": 1e-3}}
+    optimizers["velo"] = {"optimizer": "velo=a.safetensors", "learning_rates": [1e-3, 2e-3]}
+    (warning,) = parse({"tasks": {"digits-mlp": {}}, "optimizers": optimizers}, "swept").warnings()
+    assert "adamw 1 runs, velo 2 runs" in warning
+
+
 def spaced(**span):
     return {"optimizers": {"adamw": {"learning_rates": span}}}
 

@@ -68,11 +68,15 @@ def test_paper_s_recipe_follows_its_protocol(name):
     assert re.match(r"(Figure|Table) \d", recipe.texts["expect"])
     for config in recipe.runs:
         rl = config.task.startswith("minatar-")
+        assert config.clip == (0.5 if rl else None)
+        if config.label == "velo":  # in its "default self-tuned mode"
+            assert (config.learning_rate, config.weight_decay) == (1e-3, 0.0)
+            assert (config.schedule, config.warmup) == ("constant", 0.0)
+            continue
         assert config.warmup == (0.0 if rl else 0.02 if config.task.startswith("vit") else 0.05)
         # Figure 6 also has constant rates.
         allowed = {"linear", "constant"} if name.endswith("sensitivity") else {"linear"}
         assert config.schedule in (allowed if rl else {"cosine"})
-        assert config.clip == (0.5 if rl else None)
         assert rl or "lm30m" in name or config.weight_decay == 0.1
 
 

@@ -129,7 +129,8 @@ def sweep(
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
         jobs: processes that share the runs, and the cores.
         accelerators: their numbers, each given to one of as many processes.
-        also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2.
+        also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2; velo=FILE and
+            celo=FILE are VeLO and Celo with that rule, which are not tuned.
         only: labels of the optimizers to run now, and to list; all by default.
         known: a packed file (`celo2 report --pack`) whose runs need not be made again.
         dry_run: only show what the runs would be; needs no data.

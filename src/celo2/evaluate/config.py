@@ -14,6 +14,7 @@ from celo2.rule import ADAM_MULTIPLIER
 from celo2.runs.checkpoint import digest_json
 from celo2.runs.fields import import_function, replace_fields, to_fields
 from celo2.tasks import TaskSpec, task_spec
+from celo2.velo import Optimizer as LstmOptimizer
 
 OWN_STEPS = 1000
 
@@ -69,9 +70,23 @@ def find_variant(optimizer: str) -> Variant | None:
     >>> find_variant("adamw") is None
     True
     """
+    if split_lstm(optimizer) is not None:
+        return None
     if optimizer.endswith(".safetensors") or optimizer.startswith("hf://"):
         return Variant(optimizer)
     return VARIANTS.get(optimizer)
+
+
+def split_lstm(optimizer: str) -> tuple[LstmOptimizer, str] | None:
+    """The name and the rule of `velo=FILE` or `celo=FILE`; None for other optimizers.
+
+    >>> split_lstm("velo=runs/velo.safetensors")
+    ('velo', 'runs/velo.safetensors')
+    """
+    for name in get_args(LstmOptimizer):
+        if optimizer.startswith(f"{name}="):
+            return name, optimizer.removeprefix(f"{name}=")
+    return None
 
 
 def shared_name(optimizer: str) -> str:
@@ -80,6 +95,8 @@ def shared_name(optimizer: str) -> str:
     >>> shared_name("celo2") == shared_name("runs/mine/rule.safetensors")
     True
     """
+    if lstm := split_lstm(optimizer):
+        return f"{lstm[0]}=any.safetensors"
     variant = find_variant(optimizer)
     plain = variant is not None and variant._replace(rule="") == Variant("")
     return "any.safetensors" if plain else optimizer
@@ -99,14 +116,18 @@ class RunConfig:
     Args:
         task: a name of celo2.tasks.TASKS, or `module:function`, which makes a celo2.tasks.Task.
         optimizer: celo2, celo2-base, celo2-rms0.2, celo2-adam, adamw, muon, sgd, lion, a rule
-            file, an hf:// address, or `module:function`, called with (schedule, weight_decay).
+            file, an hf:// address, velo=FILE or celo=FILE with a rule for VeLO or Celo, or
+            `module:function`, called with (schedule, weight_decay).
         label: the optimizer's name in tables; the optimizer itself by default.
-        learning_rate: the highest of the schedule.
-        weight_decay: decoupled, multiplied by the learning rate, on every parameter.
+        learning_rate: the highest of the schedule; of VeLO and Celo the factor on every step,
+            which is 0.001 as they are published.
+        weight_decay: decoupled, multiplied by the learning rate, on every parameter; coupled in
+            VeLO and Celo, see celo2.jax.velo.
         steps: of the trainer; the task's own number by default.
         batch: examples of a step, accumulated ones included; the task's own by default.
         accumulate: parts into which a batch is cut; their gradients are averaged.
-        schedule: how the learning rate falls from its highest value, to zero or not at all.
+        schedule: how the learning rate falls from its highest value, to zero or not at all. VeLO
+            and Celo have their own: theirs is constant, without a warm-up.
         warmup: the fraction of all updates over which it first rises from zero.
         clip: the global norm above which gradients are scaled down; None never does.
         adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
@@ -180,9 +201,12 @@ def resolve(config: RunConfig) -> RunConfig:
     spec = find_task(config.task)
     steps = config.steps or spec.steps
     variant = find_variant(config.optimizer)
+    lstm = split_lstm(config.optimizer)
+    if lstm is not None:  # has a schedule of its own
+        config = dataclasses.replace(config, schedule="constant", warmup=0.0)
     return dataclasses.replace(
         config,
-        label=config.label or config.optimizer,
+        label=config.label or (lstm[0] if lstm else config.optimizer),
         steps=steps,
         batch=config.batch or spec.batch,
         adam_multiplier=config.adam_multiplier or (variant and variant.adam_multiplier),

@@ -10,12 +10,20 @@ import optax
 from jax import Array
 
 from celo2 import baselines
-from celo2.evaluate.config import VARIANTS, RunConfig, Variant, find_variant
-from celo2.jax import celo2
+from celo2.evaluate.config import (
+    VARIANTS,
+    RunConfig,
+    Variant,
+    find_task,
+    find_variant,
+    split_lstm,
+)
+from celo2.jax import celo, celo2, velo
 from celo2.jax.optimizer import route_all
 from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
-from celo2.rulefile import as_rule
+from celo2.rulefile import as_rule, as_velo_rule
 from celo2.runs.fields import import_function
+from celo2.velo import VeloRule
 
 
 def schedule_shape(config: RunConfig, updates: int) -> optax.Schedule:
@@ -83,12 +91,20 @@ def load_rule(name: str) -> Rule | None:
     """The rule that the optimizer called `name` uses; None for one without."""
     if name in BASELINES or OWN.fullmatch(name):
         return None
+    lstm = split_lstm(name)
     try:
+        if lstm is not None:
+            return as_velo_rule(lstm[1], lstm[0])
         return as_rule(VARIANTS[name].rule if name in VARIANTS else name)
     except FileNotFoundError as error:
+        if lstm is not None:
+            raise ValueError(
+                f"optimizer={name!r} needs a rule file for {lstm[0]}, which `celo2 convert` makes "
+                f"of a published checkpoint. {error}"
+            ) from error
         raise ValueError(
             f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}, no rule file and not "
-            f"module:function. {error}"
+            f"velo=FILE, celo=FILE or module:function. {error}"
         ) from error
 
 
@@ -96,7 +112,9 @@ def make_optimizer(
     config: RunConfig, rule: Rule | None, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """The config's optimizer, clipping included; `rule` is what `load_rule` found."""
-    if rule is not None:
+    if isinstance(rule, VeloRule):
+        tx = _lstm(config, rule, schedule)
+    elif rule is not None:
         tx = _celo2(config, rule, schedule)
     elif config.optimizer in BASELINES:
         tx = BASELINES[config.optimizer](config, schedule)
@@ -121,6 +139,15 @@ def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.Gra
         adam_eps=config.eps,
         adam_nesterov=variant.nesterov,
     )
+
+
+def _lstm(
+    config: RunConfig, rule: VeloRule, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    assert config.steps is not None
+    updates = config.steps * find_task(config.task).updates_per_step
+    make = {"velo": velo, "celo": celo}[rule.config.optimizer]
+    return make(updates, rule=rule, learning_rate=schedule, weight_decay=config.weight_decay)
 
 
 def _own(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransformation:

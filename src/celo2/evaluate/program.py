@@ -16,11 +16,12 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.config import RunConfig, resolve, shared_name
+from celo2.evaluate.config import RunConfig, resolve, shared_name, split_lstm
 from celo2.evaluate.optimizers import load_rule, schedule_shape
 from celo2.evaluate.setup import Batches, Setup, check_metric, count_bytes, place_weights, set_up
 from celo2.rule import Rule
 from celo2.rulefile import digest
+from celo2.velo import CELO, VELO, VeloRule, initial_weights
 
 KEPT = 16  # programs
 _programs: dict[Any, "Program"] = {}  # the newest last
@@ -264,7 +265,11 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """
     config = resolve(config)
     rule = stand_in(config.optimizer)
-    setup = set_up(replace(config, optimizer=rule or config.optimizer), blank=True)
+    setup = set_up(
+        replace(config, optimizer=rule or config.optimizer),
+        blank=True,
+        rule=untrained_rule(config.optimizer),
+    )
     key = jax.random.key(0)
     step = jax.eval_shape(
         lambda d, s, k: setup.trainer(d).step(s, k),
@@ -308,9 +313,18 @@ def stand_in(optimizer: str) -> str | None:
     'celo2-base'
     """
     missing = optimizer.endswith(".safetensors") and "://" not in optimizer
-    if not missing or Path(optimizer).exists():
+    if not missing or Path(optimizer).exists() or split_lstm(optimizer):
         return None
     return "celo2-base" if "base" in optimizer else "celo2"
+
+
+def untrained_rule(optimizer: str) -> VeloRule | None:
+    """A rule of the official size for `velo=FILE` or `celo=FILE` whose file is not there yet."""
+    lstm = split_lstm(optimizer)
+    if lstm is None or "://" in lstm[1] or Path(lstm[1]).exists():
+        return None
+    config = {"velo": VELO, "celo": CELO}[lstm[0]]
+    return VeloRule(config, initial_weights(config, np.random.default_rng(0)))
 
 
 def _rates(config: RunConfig, updates: int) -> dict[int, float]:

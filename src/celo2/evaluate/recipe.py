@@ -35,12 +35,13 @@ from typing import Any
 
 import numpy as np
 
-from celo2.evaluate.config import RunConfig, from_fields, resolve
+from celo2.evaluate.config import RunConfig, from_fields, resolve, split_lstm
 from celo2.runs.records import Row
 
 TEXTS = ("command", "cost", "expect")
 KEYS = (*TEXTS, "seeds", "final_seeds", "run", "tasks", "optimizers")
 MODEL = "celo2"  # whose learning rates further rules are given
+AS_PUBLISHED = {"learning_rate": 1e-3, "weight_decay": 0.0}  # VeLO and Celo
 NAMED_ELSEWHERE = {
     "task": "a task is named by its table, [tasks.NAME]",
     "label": "a label is the name of its table, [optimizers.LABEL]",
@@ -75,10 +76,11 @@ class Recipe:
 
     def warnings(self) -> list[str]:
         """What is unfair about the comparison."""
+        tuned = {task: count_runs(_tuned(runs)) for task, runs in self.by_task().items()}
         found = [
             f"on {task} the optimizers have different tuning budgets: "
             + ", ".join(f"{label} {count} runs" for label, count in row.items())
-            for task, row in self.budgets().items()
+            for task, row in tuned.items()
             if len(set(row.values())) > 1
         ]
         return found + [
@@ -92,6 +94,8 @@ def read_recipe(path: str | Path, also: Mapping[str, str] | None = None) -> Reci
     """The recipe in a TOML file; a ValueError names what is wrong in it.
 
     `also` maps labels of further rows to their rules: each is tuned as the recipe tunes celo2.
+    A rule for VeLO or Celo has the label `velo` or `celo`, or is given as `velo=FILE`, and is not
+    tuned.
     """
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
@@ -162,14 +166,22 @@ def count_all_runs(recipe: Recipe) -> int:
 
 
 def _with_rules(content: Mapping[str, Any], rules: Mapping[str, str]) -> Mapping[str, Any]:
-    """The content with a further optimizer for each rule, tuned as celo2 is."""
+    """The content with a further optimizer for each rule, tuned as celo2 is.
+
+    VeLO and Celo need no tuning: theirs is one run.
+    """
     optimizers = content.get("optimizers", {})
-    for label in rules:
+    further = {}
+    for label, rule in rules.items():
         if label in optimizers:
             raise ValueError(f"there is an optimizer {label!r} already: choose another label.")
-        if MODEL not in optimizers:
+        optimizer = f"{label}={rule}" if split_lstm(f"{label}={rule}") else rule
+        if split_lstm(optimizer):
+            further[label] = {"optimizer": optimizer, **AS_PUBLISHED}
+        elif MODEL in optimizers:
+            further[label] = optimizers[MODEL] | {"optimizer": rule}
+        else:
             raise ValueError(f"{label!r} would be tuned as {MODEL} is, which the recipe has not.")
-    further = {label: optimizers[MODEL] | {"optimizer": rule} for label, rule in rules.items()}
     return {**content, "optimizers": {**optimizers, **further}}
 
 
@@ -239,6 +251,15 @@ def _spaced(span: Mapping[str, Any]) -> list[float] | None:
 
 # Another value of these makes another problem; schedules and the like are an optimizer's own.
 WORK = ("steps", "batch", "evaluation_batches", "text", "precision")
+
+
+def _tuned(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """The runs without those of VeLO and Celo that are not tuned: one setting, as they come."""
+    settings: dict[Any, set[tuple[float, float]]] = {}
+    for config in configs:
+        tried = settings.setdefault(config.label, set())
+        tried.add((config.learning_rate, config.weight_decay))
+    return [c for c in configs if not (split_lstm(c.optimizer) and len(settings[c.label]) == 1)]
 
 
 def count_runs(configs: Iterable[RunConfig]) -> dict[str, int]:

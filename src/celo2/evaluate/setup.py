@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ def set_up(
     shape = schedule_shape(config, config.steps * spec.updates_per_step)
 
     def optimizer(rate: Array | float, weights: Mapping[str, Array]):
-        used = None if rule is None else Rule(rule.config, weights)
+        used = None if rule is None else replace(rule, weights=weights)
         return with_norms(make_optimizer(config, used, lambda count: rate * shape(count)))
 
     weights = place_weights(rule, mesh)

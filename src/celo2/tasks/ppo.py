@@ -136,12 +136,13 @@ def learn(
 ) -> tuple[tuple[Any, Any], dict[str, Array]]:
     """Params and optimizer after all epochs, and the losses' mean over the updates."""
     count = len(batch.action)
+    tx = optax.with_extra_args_support(tx)
 
     def update(carry, rows):
         params, optimizer = carry
         part = jax.tree.map(lambda x: x[rows], batch)
         grads, losses = jax.grad(partial(ppo_loss, config), has_aux=True)(params, part)
-        updates, optimizer = tx.update(grads, optimizer, params)
+        updates, optimizer = tx.update(grads, optimizer, params, value=losses["loss"])
         return (optax.apply_updates(params, updates), optimizer), losses
 
     keys = jax.random.split(key, config.epochs)

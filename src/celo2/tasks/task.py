@@ -53,7 +53,8 @@ def supervised(
 ) -> Trainer:
     """The trainer that descends `task.loss` with `tx`, a fresh training batch at each step.
 
-    A step's metrics are those of its batch before the update, its `loss` among them. `evaluate`
+    A step's metrics are those of its batch before the update, its `loss` among them, which `tx` is
+    given as `value` if it takes further arguments. `evaluate`
     averages over `evaluation_batches` validation batches: the same key draws the same ones.
 
     >>> from celo2.tasks import TASKS
@@ -62,6 +63,8 @@ def supervised(
     >>> sorted(metrics)
     ['accuracy', 'loss']
     """
+
+    tx = optax.with_extra_args_support(tx)
 
     def loss(params, batch):
         value, metrics = task.loss(params, batch)
@@ -74,7 +77,7 @@ def supervised(
     def step(data, state, key):
         batch = task.sample(data, key, "train")
         grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch)
-        updates, optimizer = tx.update(grads, state.optimizer, state.params)
+        updates, optimizer = tx.update(grads, state.optimizer, state.params, value=metrics["loss"])
         return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 
     def evaluate(data, state, key):
