@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 from celo2.tasks import TASKS, Part, supervised
-from celo2.tasks.tokenize import make_tokens
-from celo2.tasks.tokens import TokenFolder, read_token_folder, token_stream
+from celo2.tasks.tokens import TokenFolder, make_tokens, read_token_folder, token_stream
 
 
 def make_folder(path: Path, count: int) -> TokenFolder:

@@ -1,11 +1,12 @@
 import lzma
-import sys
 import types
 
 import pytest
 
 from celo2 import cli
-from celo2.tasks import download, tokens
+from celo2.tasks import tokens
+from celo2.tasks.datafiles import FetchError
+from hub import use_hub
 
 pytest.importorskip("tyro", reason="tyro is not installed")
 
@@ -24,7 +25,7 @@ def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, capsys):
     made = tokens.read_token_folder(out)
     assert 100_000 <= made.train.count + made.valid.count < 120_000
     assert f"{made.train.count:,} for train" in captured.out and made.checksum() in captured.out
-    assert "of 100,000 tokens" in captured.err
+    assert "/100k" in captured.err and "documents" in captured.err
     assert cli.main(["data", "check", out]) == 0
     assert made.checksum() in capsys.readouterr().out
 
@@ -48,13 +49,11 @@ def test_existing_folder_needs_force(tmp_path, text, capsys):
 
 
 def test_offline_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
-    monkeypatch.setattr(download, "_answers", lambda url, timeout: False)
+    use_hub(monkeypatch, types.ModuleType("datasets"), answers=False)
     options = [str(tmp_path / "out"), "--from", "fineweb-edu", "--tokenizer", "bytes"]
     assert cli.main(["data", "tokens", *options]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("celo2: HuggingFaceFW/fineweb-edu") and err.count("\n") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("celo2: HuggingFaceFW/fineweb-edu")
 
 
 def fetching(calls):
@@ -85,8 +84,31 @@ def test_fetch_takes_names_as_arguments_or_option(given, asked, tmp_path, monkey
     monkeypatch.setattr("celo2.commands.data.fetch", fetching(calls))
     assert cli.main(["data", "fetch", *given, "--data", str(tmp_path)]) == 0
     assert calls == [(str(tmp_path), asked)]
-    said = "another text than that of the records" in capsys.readouterr().out
+    said = "is not the text of the records" in capsys.readouterr().out
     assert said == ("wikipedia" in asked)
+
+
+def test_fetch_shows_downloads_and_checksums(tmp_path, monkeypatch, capsys):
+    def fake(folder, names, *, full, force, report):
+        assert (folder, names, full, force) == (str(tmp_path), ("mnist",), False, True)
+        report("mnist: reading ylecun/mnist")
+        return {"mnist_8x8.npz": "ab" * 32}
+
+    monkeypatch.setattr("celo2.commands.data.fetch", fake)
+    options = ["--names", "mnist", "--data", str(tmp_path), "--force"]
+    assert cli.main(["data", "fetch", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "mnist: reading ylecun/mnist\n"
+    assert "mnist_8x8.npz" in captured.out and "ab" * 32 in captured.out
+
+
+def test_fetch_offline_is_one_line(monkeypatch, capsys):
+    def fake(*_, **__):
+        raise FetchError("the hub does not answer:\nis this machine online?")
+
+    monkeypatch.setattr("celo2.commands.data.fetch", fake)
+    assert cli.main(["data", "fetch"]) == 2
+    assert capsys.readouterr().err == "celo2: the hub does not answer: is this machine online?\n"
 
 
 @pytest.mark.parametrize(
@@ -102,27 +124,3 @@ def test_each_has_its_own_options(command, own, other, capsys):
         cli.main(["data", command, "--help"])
     out = capsys.readouterr().out.replace("--help", "")
     assert stopped.value.code == 0 and own in out and other not in out
-
-
-def test_data_fetch_shows_progress_and_checksums(tmp_path, monkeypatch, capsys):
-    def fake(folder, names, *, full, force, report):
-        assert (folder, names, full, force) == (str(tmp_path), ("mnist",), False, True)
-        report(download.FetchProgress("mnist", "converting", 1000, 70000))
-        report(download.FetchProgress("mnist", "written", 70000, 70000))
-        return {"mnist_8x8.npz": "ab" * 32}
-
-    monkeypatch.setattr("celo2.commands.data.fetch", fake)
-    options = ["--names", "mnist", "--data", str(tmp_path), "--force"]
-    assert cli.main(["data", "fetch", *options]) == 0
-    captured = capsys.readouterr()
-    assert "mnist          written" in captured.err
-    assert "mnist_8x8.npz" in captured.out and "ab" * 32 in captured.out
-
-
-def test_data_fetch_offline_is_one_line(monkeypatch, capsys):
-    def fake(*_, **__):
-        raise download.FetchError("the hub does not answer:\nis this machine online?")
-
-    monkeypatch.setattr("celo2.commands.data.fetch", fake)
-    assert cli.main(["data", "fetch"]) == 2
-    assert capsys.readouterr().err == "celo2: the hub does not answer: is this machine online?\n"

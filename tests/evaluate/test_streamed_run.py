@@ -15,7 +15,7 @@ pytest.importorskip("grain")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from celo2.tasks.tokenize import make_tokens
+    from celo2.tasks.tokens import make_tokens
 
     home = tmp_path_factory.mktemp("tokens")
     (home / "numbers.txt").write_text("".join(f"{i} is not {i + 1}\n" for i in range(20_000)))

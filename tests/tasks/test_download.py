@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from celo2.runs.checkpoint import digest_arrays
-from celo2.tasks import download, images, load_text
-from celo2.tasks.download import area_average, area_weights, shrink_images
+from celo2.tasks import datafiles, download, images, load_text
+from celo2.tasks.download import shrink_images
 from conftest import data_folder
+from hub import use_hub
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 SIZES = {"train": 25, "test": 10}
 
 
 class StandInDataset:
-    """As much of a `datasets.Dataset` as is used: batches of columns."""
+    """As much of a `datasets.Dataset` as is used: all rows as arrays."""
 
     def __init__(self, column, shape, count, seed):
         rng = np.random.RandomState(seed)
@@ -26,10 +29,12 @@ class StandInDataset:
         self.images = rng.randint(0, 256, (count, *shape)).astype(np.uint8)
         self.labels = rng.randint(0, 10, count).tolist()
 
-    def iter(self, batch_size):
-        for i in range(0, len(self.labels), batch_size):
-            part = slice(i, i + batch_size)
-            yield {self.column: list(self.images[part]), "label": self.labels[part]}
+    def with_format(self, name):
+        assert name == "numpy"
+        return self
+
+    def __getitem__(self, part):
+        return {self.column: self.images[part], "label": np.asarray(self.labels)[part]}
 
 
 @pytest.fixture
@@ -46,8 +51,7 @@ def hub(monkeypatch):
         return StandInDataset(column, shape, SIZES[split], seed=len(split))
 
     module.load_dataset = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(download, "_answers", lambda url, timeout: True)
+    use_hub(monkeypatch, module)
     monkeypatch.setattr(download, "CHUNK", 8)
     for name, source in download.SOURCES.items():
         monkeypatch.setitem(download.SOURCES, name, source._replace(**SIZES))
@@ -80,12 +84,11 @@ def test_manifest_keeps_origin_shapes_and_digest(hub, tmp_path):
     assert entry["sha256"] == images.load_images("mnist", tmp_path).checksum()
 
 
-def test_progress_rises_to_the_total(hub, tmp_path):
-    rows = []
-    download.fetch(tmp_path, ["mnist"], report=rows.append)
-    assert [row.done for row in rows] == sorted(row.done for row in rows)
-    assert rows[0].state == "converting" and rows[0].done == 8
-    assert rows[-1] == download.FetchProgress("mnist", "written", 35, 35)
+def test_report_names_each_download(hub, tmp_path):
+    lines = []
+    for _ in range(2):
+        download.fetch(tmp_path, ["mnist", "svhn"], report=lines.append)
+    assert lines == ["mnist: reading ylecun/mnist", "svhn: reading ufldl-stanford/svhn"]
 
 
 def test_good_files_are_kept_and_damaged_ones_fetched_again(hub, tmp_path):
@@ -156,46 +159,51 @@ def test_unknown_name_is_refused_before_anything_else(tmp_path):
 
 def test_missing_library_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'needs datasets: pip install "celo2\[data\]"'):
+    with pytest.raises(ImportError, match=r'needs datasets .*: pip install "celo2\[data\]"'):
         download.fetch(tmp_path, ["mnist"])
 
 
 def test_silent_endpoint_is_given_up_quickly(monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(datafiles, "TIMEOUT", 0.3)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as server:  # accepts connections and never answers
         server.bind(("127.0.0.1", 0))
         server.listen()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         start = time.monotonic()
-        with pytest.raises(download.FetchError, match="does not answer.*HF_HUB_OFFLINE=1.*digits"):
-            with download.hub_access("mnist", download.OFFLINE_IMAGES, timeout=0.3):
+        with pytest.raises(datafiles.FetchError, match="Timeout.*HF_HUB_OFFLINE=1.*scikit-learn"):
+            with datafiles.hub_access("mnist", download.OFFLINE_IMAGES):
                 raise AssertionError("was entered")
         assert time.monotonic() - start < 3
 
 
-def test_offline_mode_asks_nobody(hub, tmp_path, monkeypatch):
-    def no_network(url, timeout):
+def test_offline_mode_uses_the_cache_alone(hub, tmp_path, monkeypatch):
+    def no_network():
         raise AssertionError("asked the network")
 
-    monkeypatch.setattr(download, "_answers", no_network)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.get_session", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     download.fetch(tmp_path, ["mnist"])
     hub.load_dataset = None  # calling it fails, as a cache without the dataset does
-    with pytest.raises(download.FetchError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(download.FetchError, match="svhn .*could not be read"):
         download.fetch(tmp_path, ["svhn"])
 
 
 def test_32_to_8_is_the_block_mean():
     images = np.random.RandomState(0).randint(0, 256, (5, 32, 32)).astype(np.uint8)
     blocks = images.reshape(5, 8, 4, 8, 4).astype(float).mean((2, 4))
-    np.testing.assert_array_equal(area_average(images), blocks)
+    np.testing.assert_array_equal(shrink_images(images), np.floor(blocks + 0.5))
 
 
 def test_28_to_8_counts_cut_pixels_by_half():
-    np.testing.assert_allclose(area_weights(28, 8)[0, :5] * 3.5, [1, 1, 1, 0.5, 0], rtol=1e-6)
-    np.testing.assert_allclose(area_weights(28, 8)[1, 2:8] * 3.5, [0, 0.5, 1, 1, 1, 0], rtol=1e-6)
+    images = np.zeros((7, 28, 28), np.uint8)
+    images[np.arange(7), np.arange(7)] = 252  # one row each
+    shares = np.array([2, 2, 2, 1, 0, 0, 0]) / 7  # of the first output row, 3.5 pixels high
+    np.testing.assert_array_equal(shrink_images(images)[:, 0, 0], 252 * shares)
+    np.testing.assert_array_equal(shrink_images(images)[:, 1, 0], 252 * shares[::-1])
 
 
 @pytest.mark.parametrize("side", [8, 9, 28, 32])
@@ -248,16 +256,13 @@ def wikipedia(hub, monkeypatch):
 
 
 def test_wikipedia_is_streamed_until_there_are_enough_bytes(wikipedia, tmp_path):
-    rows = []
-    digests = download.fetch(tmp_path, ["wikipedia"], report=rows.append)
+    digests = download.fetch(tmp_path, ["wikipedia"])
     corpus = load_text("wikipedia_en", tmp_path)
     assert wikipedia.calls == [
         (("wikimedia/wikipedia", "20231101.en"), {"split": "train", "streaming": True})
     ]
     assert 20_000 <= len(corpus.train) + len(corpus.valid) < 22_000
     assert wikipedia.read < ARTICLE_COUNT - 1
-    assert rows[-1] == download.FetchProgress("wikipedia", "written", 20_000, 20_000)
-    assert [row.done for row in rows] == sorted(row.done for row in rows)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for split, text in (("train", corpus.train), ("val", corpus.valid)):
         file = f"wikipedia_en_{split}.txt.xz"
@@ -307,18 +312,15 @@ def test_wikipedia_that_ends_early_leaves_nothing(wikipedia, tmp_path, monkeypat
 
 
 def test_wikipedia_offline_names_other_texts(wikipedia, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(download, "_answers", lambda url, timeout: False)
-    with pytest.raises(
-        download.FetchError, match="wikipedia .*does not answer.*--text.*python-doc"
-    ):
+    use_hub(monkeypatch, wikipedia, answers=False)
+    with pytest.raises(download.FetchError, match="wikipedia .*no network.*--text.*python-doc"):
         download.fetch(tmp_path, ["wikipedia"])
 
 
 def test_text_of_the_records_is_recognised(tmp_path, monkeypatch):
     for split in ("train", "val"):
         (tmp_path / f"wikipedia_en_{split}.txt.xz").write_bytes(lzma.compress(split.encode()))
-    assert "another text than that of the records" in download.compare_with_records(tmp_path)
+    assert "is not the text of the records" in download.compare_with_records(tmp_path)
     digest = hashlib.sha256(b"trainval").hexdigest()
     monkeypatch.setattr(download, "RECORDS_TEXT", digest)
     assert download.compare_with_records(tmp_path).startswith("wikipedia_en is the text of the rec")

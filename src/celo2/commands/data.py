@@ -1,24 +1,26 @@
 """`celo2 data`: fetch datasets, make token folders, check them."""
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import tyro
 
-from celo2.tasks.download import (
-    ARTICLES,
-    FetchProgress,
-    compare_with_records,
-    fetch,
-)
+from celo2.tasks.download import ARTICLES, compare_with_records, fetch
 from celo2.tasks.images import IMAGE_SETS
-from celo2.tasks.tokenize import SHARD, SUBSET, VALID_EVERY, TokenProgress, make_tokens
-from celo2.tasks.tokens import SPLITS, TokenFolder, read_token_folder, verify_token_folder
+from celo2.tasks.tokens import (
+    SHARD,
+    SPLITS,
+    SUBSET,
+    VALID_EVERY,
+    TokenFolder,
+    make_tokens,
+    read_token_folder,
+    verify_token_folder,
+)
 
 Sources = Annotated[tuple[str, ...], tyro.conf.arg(name="from")]  # `from` is a word of Python's
-QUIET = 60  # seconds between lines of progress where there is no terminal
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,13 +45,13 @@ def fetch_datasets(
         datasets: which of mnist, fashion_mnist, cifar10, svhn, wikipedia; by default the four
             image sets.
         names: the same, as an option.
-        data: where to; by default CELO2_DATA, else the cache folder, where they are looked for.
-        full: keep the images at full size too.
-        force: download again what is there already.
+        data: the folder to write to; by default CELO2_DATA, else the cache folder.
+        full: also keep the images at full size.
+        force: download again what exists already.
     """
     chosen = (*datasets, *names) or IMAGE_SETS
-    digests = fetch(data, chosen, full=full, force=force, report=show_fetch_progress)
-    for name, digest in digests.items():
+    report = partial(print, file=sys.stderr)
+    for name, digest in fetch(data, chosen, full=full, force=force, report=report).items():
         print(f"{name:<26} sha256 {digest}")
     if ARTICLES in chosen:
         print(compare_with_records(data))
@@ -75,29 +77,36 @@ def make_token_folder(
             fineweb-edu, streamed from the Hugging Face hub.
         tokenizer: bytes, the path of a tokenizer.json, or a name on the hub.
         tokens: stop after so many, such as 600e6; by default at the end of the text.
-        subset: of FineWeb.
+        subset: the subset of FineWeb.
         field: the field of a JSON line that holds its text.
-        end_of_text: the token that ends a document, if it is none of the usual names.
-        valid_every: one document in so many is for validation. A text file counts as one for every
-            16,384 characters.
-        shard: tokens of a file, at most.
-        force: replace a token folder that is there already.
+        end_of_text: the token that ends a document, if it has none of the usual names.
+        valid_every: one document in so many is for validation. A text file counts as one document
+            for every 16,384 characters.
+        shard: the most tokens in one file.
+        force: replace a token folder that exists already.
     """
-    folder = make_tokens(
-        out,
-        from_,
-        tokenizer=tokenizer,
-        end_of_text=end_of_text,
-        subset=subset,
-        field=field,
-        limit=None if tokens is None else int(tokens),
-        valid_every=valid_every,
-        shard=int(shard),
-        force=force,
-        report=token_progress(),
-    )
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # the line of progress is complete
+    from tqdm import tqdm
+
+    interval = 0.5 if sys.stderr.isatty() else 60
+    with tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=interval) as bar:
+
+        def report(documents: int, count: int) -> None:
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+            bar.update(count - bar.n)
+
+        folder = make_tokens(
+            out,
+            from_,
+            tokenizer=tokenizer,
+            end_of_text=end_of_text,
+            subset=subset,
+            field=field,
+            limit=None if tokens is None else int(tokens),
+            valid_every=valid_every,
+            shard=int(shard),
+            force=force,
+            report=report,
+        )
     print(describe_folder(folder))
 
 
@@ -113,44 +122,6 @@ def check_tokens(folder: str) -> None:
 
 
 COMMANDS = {"fetch": fetch_datasets, "tokens": make_token_folder, "check": check_tokens}
-
-
-def show_fetch_progress(progress: FetchProgress) -> None:
-    """One line per dataset, rewritten as it goes on."""
-    terminal = sys.stderr.isatty()
-    if progress.state == "converting":
-        if terminal:
-            done = f"{progress.done:,} of {progress.total:,}"
-            print(f"\r{progress.name:<14} {done}", end="", file=sys.stderr, flush=True)
-        return
-    start = "\r\x1b[K" if terminal else ""
-    print(f"{start}{progress.name:<14} {progress.state}", file=sys.stderr)
-
-
-def token_progress() -> Callable[[TokenProgress], None]:
-    """What shows the progress of a token folder, in a line that is rewritten."""
-    start = shown = time.monotonic()
-
-    def report(progress: TokenProgress) -> None:
-        nonlocal shown
-        terminal, now = sys.stderr.isatty(), time.monotonic()
-        done = progress.limit is not None and progress.tokens >= progress.limit
-        if now - shown < (0.2 if terminal else QUIET) and not done:
-            return
-        shown = now
-        total = f" of {progress.limit:,}" if progress.limit else ""
-        speed = progress.tokens / max(now - start, 1e-9)
-        line = (
-            f"{progress.tokens:,}{total} tokens, {progress.documents:,} documents, {speed:,.0f}/s"
-        )
-        print(
-            f"\r{line}\x1b[K" if terminal else line,
-            end="" if terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    return report
 
 
 def describe_folder(folder: TokenFolder) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from celo2.tasks.imagenet import (
-    blank_image_stream,
+    blank_image_files,
     image_stream,
     load_image_files,
     streamed_vit,
@@ -27,7 +27,6 @@ from celo2.tasks.images import (
     sample_batch,
     select_images,
 )
-from celo2.tasks.minatar import GAMES
 from celo2.tasks.networks import (
     CONVNETS,
     LANGUAGE_MODELS,
@@ -36,7 +35,7 @@ from celo2.tasks.networks import (
     LMConfig,
     ViTConfig,
 )
-from celo2.tasks.ppo import PPOConfig, ppo_trainer
+from celo2.tasks.ppo import GAMES, PPOConfig, ppo_trainer
 from celo2.tasks.task import (
     Part,
     Split,
@@ -107,29 +106,22 @@ def _image_spec(
 ) -> TaskSpec:
     """With an `area`, training images are cropped and mirrored at random."""
 
-    def make(*, data=None, batch=64) -> Task:
-        return model(load_images(name, data, size), options, batch, area)
+    def make(*, data=None, batch=64, blank=False) -> Task:
+        images = blank_images(name, size) if blank else load_images(name, data, size)
+        return model(images, options, batch, area)
 
-    def blank(*, batch=64) -> Task:
-        return model(blank_images(name, size), options, batch, area)
-
-    return TaskSpec(make, steps, batch=64, blank=blank)
+    return TaskSpec(make, steps, batch=64, blank=partial(make, blank=True))
 
 
 def _imagenet_spec(steps: int, batch: int) -> TaskSpec:
     config = VISION_TRANSFORMERS["b16"]
 
-    def make(*, data=None, batch=batch, remat=False) -> Task:
-        files = load_image_files(data)
-        stream = image_stream(files, batch, config.side)
+    def make(*, data=None, batch=batch, remat=False, blank=False) -> Task:
+        files = blank_image_files(config.classes) if blank else load_image_files(data)
         model = dataclasses.replace(config, classes=files.classes, remat=remat)
-        return streamed_vit(stream, model)
+        return streamed_vit(image_stream(files, batch, config.side), model)
 
-    def blank(*, batch=batch, remat=False) -> Task:
-        model = dataclasses.replace(config, remat=remat)
-        return streamed_vit(blank_image_stream(batch, config.side), model)
-
-    return TaskSpec(make, steps, batch, blank=blank)
+    return TaskSpec(make, steps, batch, blank=partial(make, blank=True))
 
 
 def _text_spec(size: str, steps: int, batch: int) -> TaskSpec:
@@ -145,11 +137,8 @@ def _text_spec(size: str, steps: int, batch: int) -> TaskSpec:
         corpus = text if isinstance(text, Corpus) else load_text(text, data)
         return language_model(corpus, model, batch)
 
-    def blank(*, batch=batch, remat=False) -> Task:
-        model = dataclasses.replace(config, remat=remat)
-        return language_model(blank_text(config.vocab, config.length + 1), model, batch)
-
-    return TaskSpec(make, steps, batch, blank=blank)
+    blank = blank_text(config.vocab, config.length + 1)
+    return TaskSpec(make, steps, batch, blank=partial(make, text=blank))
 
 
 def _minatar_spec(game: str, steps: int) -> TaskSpec:

@@ -1,4 +1,4 @@
-"""Data files: the folder they are in, how they are opened, written and identified."""
+"""Data files: the folder they are in, how they are opened, written, identified and downloaded."""
 
 import gzip
 import hashlib
@@ -14,15 +14,15 @@ from typing import IO, Any
 import numpy as np
 
 ENVIRONMENT = "CELO2_DATA"
+TIMEOUT = 5.0  # seconds for the hub's first answer
 
 OPEN = {".xz": lzma.open, ".gz": gzip.open}
-# How files begin that are no text, and what to do about them.
-UNPACK = "unpack it first"
+# How files begin that are not text, and what to do about them.
 SIGNATURES = {
     b"\x1f\x8b": ("gzip", "end its name in .gz"),
     b"\xfd7zXZ\0": ("xz", "end its name in .xz"),
-    b"\x28\xb5\x2f\xfd": ("zstd", UNPACK),
-    b"PK\x03\x04": ("zip", UNPACK),
+    b"\x28\xb5\x2f\xfd": ("zstd", "decompress it first"),
+    b"PK\x03\x04": ("zip", "unpack it first"),
     b"PAR1": ("parquet", "write its text to a text file or to JSON lines first"),
 }
 
@@ -34,21 +34,14 @@ def cache_folder() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "celo2" / "data"
 
 
-def named_folder(data: str | os.PathLike | None = None) -> Path | None:
-    """The folder given by `data` or else by CELO2_DATA, which need not exist."""
-    given = data if data is not None else os.environ.get(ENVIRONMENT)
-    return Path(given).expanduser() if given else None
-
-
-def data_folder(data: str | os.PathLike | None = None) -> Path:
+def data_folder(data: str | os.PathLike | None = None, must_exist: bool = True) -> Path:
     """The folder given by `data`, else by CELO2_DATA, else the cache folder.
 
-    A folder that was named must exist; the cache folder may be missing still.
+    A folder that was named must exist; the cache folder may still be missing.
     """
-    folder = named_folder(data)
-    if folder is None:
-        return cache_folder()
-    if not folder.is_dir():
+    given = data if data is not None else os.environ.get(ENVIRONMENT)
+    folder = Path(given).expanduser() if given else cache_folder()
+    if given and must_exist and not folder.is_dir():
         origin = "data" if data is not None else ENVIRONMENT
         raise FileNotFoundError(
             f"{origin}={str(folder)!r} is not a folder: name one that exists, or leave it out to "
@@ -72,11 +65,10 @@ def is_compressed(path: Path) -> bool:
 
 @contextmanager
 def open_text(path: Path, mode: str = "rb", **options: Any) -> Iterator[Any]:
-    """The file, decompressed if its name ends so; damage and other formats are ValueErrors."""
-    opener: Any = OPEN.get(path.suffix.lower())
-    if opener is None:
+    """The file, decompressed if its name says so; damage and other formats are ValueErrors."""
+    opener: Any = OPEN.get(path.suffix.lower(), open)
+    if opener is open:
         _check_plain(path)
-        opener = open
     try:
         with opener(path, mode, **options) as file:
             yield file
@@ -85,16 +77,16 @@ def open_text(path: Path, mode: str = "rb", **options: Any) -> Iterator[Any]:
 
 
 def _check_plain(path: Path) -> None:
-    """Raises a ValueError if the file begins as one does that is no text."""
+    """Raises a ValueError if the file begins like one of SIGNATURES."""
     with open(path, "rb") as file:
         start = file.read(max(map(len, SIGNATURES)))
     for signature, (kind, way_out) in SIGNATURES.items():
         if start.startswith(signature):
-            raise ValueError(f"{str(path)!r} begins as a {kind} file, not as a text: {way_out}.")
+            raise ValueError(f"{str(path)!r} begins like a {kind} file, not like text: {way_out}.")
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Makes the file of what `write` writes: it appears complete or not at all."""
+    """Makes the file with what `write` writes: it appears complete or not at all."""
     # A rename within a folder is atomic: a reader sees the old file or the new one.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -108,8 +100,34 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def import_extra(name: str, extra: str = "data") -> Any:
-    """The library `name`, which the extra of ours installs and few commands need."""
+    """The library `name`, which celo2's `extra` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f'This needs {name}: pip install "celo2[{extra}]".') from error
+        raise ImportError(f'This needs {name} ({error}): pip install "celo2[{extra}]".') from error
+
+
+class FetchError(OSError):
+    """A download that failed."""
+
+
+@contextmanager
+def hub_access(what: str, instead: str) -> Iterator[None]:
+    """A context in which `what` is read from the Hugging Face hub; any failure is a FetchError.
+
+    Args:
+        what: begins the sentence of the error.
+        instead: what the user may do without network; it ends the error.
+    """
+    hub, settings = map(import_extra, ("huggingface_hub", "huggingface_hub.constants"))
+    try:
+        # The hub's client alone takes half a minute to give up.
+        if not settings.HF_HUB_OFFLINE:
+            hub.get_session().head(settings.ENDPOINT, timeout=TIMEOUT)
+        yield
+    except Exception as error:  # the hub's client raises errors of many libraries
+        raise FetchError(
+            f"{what} could not be read from {settings.ENDPOINT}: {type(error).__name__}: "
+            f"{error}. Is this machine online? Without network, set HF_HUB_OFFLINE=1 to use what "
+            f"the Hugging Face cache holds already, {instead}."
+        ) from error

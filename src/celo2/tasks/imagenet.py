@@ -1,6 +1,6 @@
 """ImageNet for the large vision recipe: images on disk, decoded and augmented while a model trains.
 
-The images are laid out in a folder for each class, with the same classes in both halves:
+The images are in one folder per class, with the same classes in both splits:
 
     imagenet/train/CLASS/*.jpg
     imagenet/val/CLASS/*.jpg
@@ -12,10 +12,9 @@ the splits train and validation and the columns image and label.
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,53 +41,13 @@ class Record(NamedTuple):
     label: int
 
 
-class Records(Protocol):
-    """One split of a dataset, by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Record: ...
-
-
 class ImageFiles(NamedTuple):
-    """A dataset on disk."""
+    """A dataset on disk: grain datasets of Records."""
 
-    train: Records
-    valid: Records
+    train: Any
+    valid: Any
     classes: int
     checksum: str  # SHA-256 of the files' names and sizes: their content may be 150 GB
-
-
-@dataclass(frozen=True, eq=False)
-class FolderSplit:
-    """The images below a folder, sorted by class and name."""
-
-    root: Path
-    files: Sequence[str]  # CLASS/NAME
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Record:
-        path = self.root / self.files[index]
-        return Record(str(path), path.read_bytes(), int(self.labels[index]))
-
-
-@dataclass(frozen=True, eq=False)
-class SavedSplit:
-    """A split of a saved Hugging Face dataset."""
-
-    name: str
-    rows: Any
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Record:
-        row = self.rows[int(index)]
-        content = row["image"]["bytes"] or Path(row["image"]["path"]).read_bytes()
-        return Record(f"{self.name}, row {index}", content, row["label"])
 
 
 def load_image_files(data: str | os.PathLike | None = None) -> ImageFiles:
@@ -111,14 +70,19 @@ def load_image_files(data: str | os.PathLike | None = None) -> ImageFiles:
     return _load_folders(root)
 
 
+def blank_image_files(classes: int) -> ImageFiles:
+    """No images, for a model's shapes without its data."""
+    return ImageFiles((), (), classes, "")
+
+
 def _load_folders(root: Path) -> ImageFiles:
     names = {half: _subfolders(root / half) for half in ("train", "val")}
     if names["train"] != names["val"]:
         odd = sorted(set(names["train"]) ^ set(names["val"]))
         raise ValueError(
             f"{root}/train has {len(names['train'])} class folders and {root}/val "
-            f"{len(names['val'])}; in one only: {', '.join(odd[:5])}. Images belong into one "
-            "folder for each class, of the same name in both."
+            f"{len(names['val'])}; in one only: {', '.join(odd[:5])}. Images belong in one "
+            "folder per class, with the same names in both."
         )
     digest = hashlib.sha256()
     train, valid = (_list_images(root / half, names[half], digest) for half in ("train", "val"))
@@ -129,41 +93,53 @@ def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         found = sorted(entry.name for entry in entries if entry.is_dir())
     if not found:
-        raise ValueError(f"{folder} has no class folders: sort its images into one for each class.")
+        raise ValueError(
+            f"{folder} has no class folders: sort its images into one folder per class."
+        )
     return found
 
 
-def _list_images(folder: Path, classes: Sequence[str], digest: Any) -> FolderSplit:
-    """The split's files; each one's name and size go into the digest."""
-    files, labels = [], []
+def _list_images(folder: Path, classes: Sequence[str], digest: Any) -> Any:
+    """The split's images by class and name; each one's name and size go into the digest."""
+    files: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         with os.scandir(folder / name) as entries:
             found = [e for e in entries if e.name.lower().endswith(SUFFIXES)]
         if not found:
             raise ValueError(f"{folder / name} has no image files ({', '.join(SUFFIXES)}).")
         for entry in sorted(found, key=lambda e: e.name):
-            files.append(f"{name}/{entry.name}")
-            labels.append(label)
+            files.append((f"{name}/{entry.name}", label))
             digest.update(f"{folder.name}/{name}/{entry.name} {entry.stat().st_size}\n".encode())
-    return FolderSplit(folder, files, np.asarray(labels, np.int32))
+
+    def read(file: tuple[str, int]) -> Record:
+        path = folder / file[0]
+        return Record(str(path), path.read_bytes(), file[1])
+
+    return import_extra("grain").MapDataset.source(files).map(read)
 
 
 def _load_saved(root: Path) -> ImageFiles:
-    hub = import_extra("datasets")
-    saved = hub.load_from_disk(str(root))
-    for name in ("train", "validation"):
-        columns = saved[name].features if name in saved else ()
-        if lacking := [column for column in ("image", "label") if column not in columns]:
-            raise ValueError(f"The dataset in {root} lacks {', '.join(lacking)} of {name}.")
-    train, valid = (
-        SavedSplit(f"{root}/{name}", saved[name].cast_column("image", hub.Image(decode=False)))
-        for name in ("train", "validation")
-    )
+    saved = import_extra("datasets").load_from_disk(str(root))
+    train, valid = (_read_saved(root, saved, name) for name in ("train", "validation"))
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.arrow")):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
     classes = saved["train"].features["label"].num_classes
     return ImageFiles(train, valid, classes, digest.hexdigest())
+
+
+def _read_saved(root: Path, saved: Any, split: str) -> Any:
+    columns = saved[split].features if split in saved else ()
+    if missing := [column for column in ("image", "label") if column not in columns]:
+        raise ValueError(f"The dataset in {root} has no {', '.join(missing)} in {split}.")
+    rows = saved[split].cast_column("image", import_extra("datasets").Image(decode=False))
+
+    def read(index: int) -> Record:
+        row = rows[index]
+        content = row["image"]["bytes"] or Path(row["image"]["path"]).read_bytes()
+        return Record(f"{root}/{split}, row {index}", content, row["label"])
+
+    return import_extra("grain").MapDataset.range(len(rows)).map(read)
 
 
 def image_stream(files: ImageFiles, batch: int, side: int) -> Stream:
@@ -173,7 +149,6 @@ def image_stream(files: ImageFiles, batch: int, side: int) -> Stream:
     images come whole, in one mixed order that is always the same, so that the first batches are a
     fair sample of all classes.
     """
-    grain = import_extra("grain")
 
     def augment(record: Record, rng: np.random.Generator) -> tuple[np.ndarray, np.int32]:
         crop = crop_from(rng.random(DRAWS), PAPER_AREA, np)
@@ -183,31 +158,20 @@ def image_stream(files: ImageFiles, batch: int, side: int) -> Stream:
         return decode_image(record, WHOLE, side), np.int32(record.label)
 
     def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[Any]:
+        if not files.checksum:
+            raise ValueError("Blank images have shapes only: make the task with its data.")
         if split == "train":
-            order = grain.MapDataset.source(files.train).seed(seed).shuffle().repeat()
+            order = files.train.seed(seed).shuffle().repeat()
             # After repeat and before any cut, so that a crop depends on its place in the run alone.
             images = order.random_map(augment)
         else:
-            order = grain.MapDataset.source(files.valid).seed(ORDER).shuffle()
+            order = files.valid.seed(ORDER).shuffle()
             images = order.repeat(reseed_each_epoch=False).map(show_whole)
         threads = os.cpu_count() or 1
         return read_batches(images, batch, first, part, threads=threads, ahead=AHEAD)
 
-    return Stream(batches, _example(batch, side), files.checksum)
-
-
-def blank_image_stream(batch: int, side: int) -> Stream:
-    """The shapes of such a stream, without data."""
-
-    def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[Any]:
-        raise ValueError("A blank stream has shapes only: make the task with its data.")
-
-    return Stream(batches, _example(batch, side), "")
-
-
-def _example(batch: int, side: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     x = jax.ShapeDtypeStruct((batch, side, side, 3), np.uint8)
-    return x, jax.ShapeDtypeStruct((batch,), np.int32)
+    return Stream(batches, (x, jax.ShapeDtypeStruct((batch,), np.int32)), files.checksum)
 
 
 def decode_image(record: Record, crop: Crop, side: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Token folders: a text as files of token numbers, read from disk while a model trains on it.
+"""Token folders: a text as files of token numbers, made once and read while a model trains on it.
 
 A folder holds `tokens.json` and files such as `train-00000.bin`: token after token, little-endian,
 two bytes each, or four where the vocabulary has more than 65,536. docs/data.md has an example.
@@ -7,16 +7,24 @@ two bytes each, or four where the vocabulary has more than 65,536. docs/data.md 
 import dataclasses
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TextIO, get_args
 
 import jax
 import numpy as np
 
-from celo2.tasks.datafiles import cache_folder, import_extra, named_folder
+from celo2.tasks.datafiles import (
+    data_folder,
+    hub_access,
+    import_extra,
+    is_compressed,
+    open_text,
+)
 from celo2.tasks.networks import GATHERED, LMConfig, init_lm, lm_loss
 from celo2.tasks.task import Part, Split, Stream, Task, read_batches
 from celo2.tasks.text import PYTHON_DOCS, TEXTS
@@ -26,6 +34,19 @@ FORMAT, VERSION = "celo2-tokens", 1
 SPLITS: tuple[Split, ...] = get_args(Split)
 THREADS, AHEAD = 2, 8  # threads that read, and the batches they may be ahead
 VOCAB_STEP = 128  # a model's vocabulary is rounded up to a multiple of it
+
+HUB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
+SUBSET = "sample-10BT"
+PIECE = 16_384  # characters of a text file that make a document
+# What the usual vocabularies call the token at the end of a document.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+SHARD = 100_000_000  # tokens of a file
+VALID_EVERY = 100
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 4_000_000, 1000  # encoded at a time
+OFFLINE = "or use text files and --tokenizer bytes (or a tokenizer.json), which need no network"
+
+
+# Reading a folder.
 
 
 class TokenFile(NamedTuple):
@@ -40,7 +61,6 @@ class Tokens(NamedTuple):
     """Several arrays of tokens as one sequence of `count`."""
 
     arrays: tuple[np.ndarray, ...]
-    starts: tuple[int, ...]  # of each array within the sequence
     count: int
     vocab: int
 
@@ -58,7 +78,7 @@ class TokenFolder(NamedTuple):
     valid: Tokens
 
     def checksum(self) -> str:
-        """The SHA-256 of the files' SHA-256, as the manifest has them: nothing is read."""
+        """The SHA-256 of the files' SHA-256 in the manifest; the files are not read."""
         names = (f"{split} {file.sha256}\n" for split in SPLITS for file in self.files[split])
         return hashlib.sha256("".join(names).encode()).hexdigest()
 
@@ -79,16 +99,23 @@ def token_folder_path(text: Any, data: str | os.PathLike | None = None) -> Path 
     path = Path(text).expanduser()
     if path.is_dir():
         return path
-    inside = (named_folder(data) or cache_folder()) / path
+    inside = data_folder(data, must_exist=False) / path
     return inside if (inside / MANIFEST).is_file() else None
 
 
 def read_token_folder(path: str | os.PathLike) -> TokenFolder:
-    """The token folder at `path`; sizes of files are checked, not their content."""
+    """The token folder at `path`; the sizes of its files are checked, not their content."""
     path = Path(path)
     manifest = _read_manifest(path / MANIFEST)
-    vocab = manifest["vocab"]
-    files = {split: _list_files(path, manifest, split) for split in SPLITS}
+    vocab, files = manifest["vocab"], {}
+    for split in SPLITS:
+        try:
+            entries = manifest["splits"][split]["files"]
+            files[split] = tuple(TokenFile(**entry) for entry in entries)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path / MANIFEST} has no list of {split} files: {error!r}."
+            ) from error
     return TokenFolder(
         path=path,
         source=manifest["source"],
@@ -103,61 +130,21 @@ def read_token_folder(path: str | os.PathLike) -> TokenFolder:
     )
 
 
-def verify_token_folder(folder: TokenFolder) -> None:
-    """Reads every file; a ValueError for the first that is not the one that was written."""
-    for split in SPLITS:
-        for file in folder.files[split]:
-            with open(folder.path / file.name, "rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-            if found != file.sha256:
-                raise ValueError(
-                    f"{folder.path / file.name} has the SHA-256 {found[:12]}… but {MANIFEST} says "
-                    f"{file.sha256[:12]}…: it is damaged or another's. Make the folder again."
-                )
-
-
-def join_tokens(arrays: Sequence[np.ndarray], vocab: int) -> Tokens:
-    """The arrays as one sequence."""
-    ends = np.cumsum([0, *map(len, arrays)]).tolist()
-    return Tokens(tuple(arrays), tuple(ends[:-1]), ends[-1], vocab)
-
-
-def read_tokens(tokens: Tokens, start: int, count: int) -> np.ndarray:
-    """int32 [count]: the tokens from `start` on, from as many files as they lie in."""
-    stop = start + count
-    if not 0 <= start <= stop <= tokens.count:
-        raise IndexError(f"tokens {start} to {stop} are not within the {tokens.count} there are.")
-    parts = [
-        array[max(start - first, 0) : stop - first]
-        for array, first in zip(tokens.arrays, tokens.starts, strict=True)
-        if first < stop and start < first + len(array)
-    ]
-    found = np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
-    # An index beyond the table would be clamped in silence by the model.
-    if count and not 0 <= found.min() <= found.max() < tokens.vocab:
-        raise ValueError(
-            f"There is a token {found.max()} between {start} and {stop}, but the vocabulary has "
-            f"{tokens.vocab}: the files are damaged or of another vocabulary."
-        )
-    return found
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.parent} is no token folder: it has no {MANIFEST}. `celo2 data tokens` makes "
-            "such folders."
+            f"{path.parent} is not a token folder: it has no {MANIFEST}. `celo2 data tokens` makes "
+            "token folders."
         )
     try:
         manifest = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the manifest of a token folder: no format {FORMAT!r}.")
-    if manifest.get("version") != VERSION:
+        found = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the manifest of a token folder: {error!r}.") from error
+    if found != (FORMAT, VERSION):
         raise ValueError(
-            f"{path} has version {manifest.get('version')!r} of the format, and this celo2 reads "
-            f"{VERSION}: was it made by a newer one?"
+            f"{path} has the format {found[0]!r}, version {found[1]!r}; this celo2 reads "
+            f"{FORMAT!r}, version {VERSION}: was it made by a newer one?"
         )
     kinds = {"source": str, "tokenizer": str, "vocab": int, "end_of_text": int, "splits": dict}
     for name, kind in kinds.items():
@@ -167,94 +154,101 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             )
     if manifest.get("dtype") != token_dtype(manifest["vocab"]).name:
         raise ValueError(
-            f"{path} has dtype={manifest.get('dtype')!r}; a vocabulary of {manifest['vocab']:,} is "
-            f"kept as {token_dtype(manifest['vocab']).name}."
+            f"{path} has dtype={manifest.get('dtype')!r}, but a vocabulary of "
+            f"{manifest['vocab']:,} is stored as {token_dtype(manifest['vocab']).name}."
         )
     return manifest
 
 
-def _list_files(path: Path, manifest: dict[str, Any], split: Split) -> tuple[TokenFile, ...]:
-    try:
-        entries = manifest["splits"][split]
-        files = tuple(
-            TokenFile(str(f["name"]), int(f["tokens"]), str(f["sha256"])) for f in entries["files"]
-        )
-        total = entries["tokens"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path / MANIFEST} does not list the files of {split}: {error!r}."
-        ) from error
-    for file in files:
-        if file.name in ("", "..") or Path(file.name).name != file.name:
-            raise ValueError(f"{path / MANIFEST} names {file.name!r}, which is not in its folder.")
-    if not files or total != sum(file.tokens for file in files):
-        raise ValueError(
-            f"{path / MANIFEST} says {split} has {total} tokens, and its files have "
-            f"{sum(file.tokens for file in files)}."
-        )
-    return files
-
-
 def _map_file(folder: Path, file: TokenFile, vocab: int) -> np.ndarray:
     path, dtype = folder / file.name, token_dtype(vocab)
+    if Path(file.name).name != file.name:
+        raise ValueError(f"{folder / MANIFEST} names {file.name!r}, which is not in its folder.")
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} lacks {file.name}, which its {MANIFEST} names.")
-    size, due = path.stat().st_size, file.tokens * dtype.itemsize
-    if size != due or not due:
+        raise FileNotFoundError(f"{folder} has no file {file.name!r}, which its {MANIFEST} names.")
+    size, expected = path.stat().st_size, file.tokens * dtype.itemsize
+    if size != expected or not size:
         raise ValueError(
-            f"{path} has {size:,} bytes in place of the {due:,} of {file.tokens:,} tokens: was it "
-            "copied to its end?"
+            f"{path} has {size:,} bytes instead of {expected:,} for {file.tokens:,} tokens: was it "
+            "copied completely?"
         )
     # As a plain array, whose slices cost a fraction of a memmap's.
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
-class TokenWindows:
-    """The windows of a text: number i has `length` + 1 tokens, and the next begins with its last.
-
-    So each token but the first is predicted once.
-    """
-
-    def __init__(self, tokens: Tokens, length: int):
-        if tokens.count < length + 1:
+def verify_token_folder(folder: TokenFolder) -> None:
+    """Reads every file; a ValueError for the first that is not the one that was written."""
+    for file in (file for split in SPLITS for file in folder.files[split]):
+        found = _file_digest(folder.path / file.name)
+        if found != file.sha256:
             raise ValueError(
-                f"The text has {tokens.count:,} tokens, fewer than one window of {length + 1:,}: "
-                "give a longer text, or a model with a shorter context."
+                f"{folder.path / file.name} has the SHA-256 {found[:12]}… but {MANIFEST} says "
+                f"{file.sha256[:12]}…: the file is damaged or from another folder. Make the folder "
+                "again."
             )
-        self.tokens, self.length = tokens, length
 
-    def __len__(self) -> int:
-        return (self.tokens.count - 1) // self.length
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        return read_tokens(self.tokens, index * self.length, self.length + 1)
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def join_tokens(arrays: Sequence[np.ndarray], vocab: int) -> Tokens:
+    """The arrays as one sequence."""
+    return Tokens(tuple(arrays), sum(map(len, arrays)), vocab)
+
+
+def read_tokens(tokens: Tokens, start: int, count: int) -> np.ndarray:
+    """int32 [count]: the tokens from `start` on, from as many arrays as they are in."""
+    parts, stop = [], start + count
+    for array in tokens.arrays:
+        if start < len(array) and stop > 0:
+            parts.append(array[max(start, 0) : stop])
+        start, stop = start - len(array), stop - len(array)
+    found = np.concatenate(parts).astype(np.int32)
+    # The model would silently clamp an index beyond its table.
+    if not 0 <= found.min() <= found.max() < tokens.vocab:
+        raise ValueError(
+            f"There is a token {found.max()} in a vocabulary of {tokens.vocab}: the files are "
+            "damaged or were made with another tokenizer."
+        )
+    return found
+
+
+# Training on a folder.
 
 
 def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
     """Batches of windows, int32 [batch, length + 1].
 
-    Training: every window once per epoch, in an order drawn anew for each epoch from the seed; a
-    batch may begin in one epoch and end in the next. Validation: the windows in order, whatever
-    the seed, and again from the first after the last. Any batch is reached without reading those
-    before it.
+    A window begins with the last token of the one before, so each token but the first is predicted
+    once. Training: every window once per epoch, in an order drawn anew for each epoch from the
+    seed; a batch may begin in one epoch and end in the next. Validation: the windows in order,
+    whatever the seed, and again from the first after the last. Any batch is reached without reading
+    those before it.
     """
     grain = import_extra("grain")
-    windows = {split: TokenWindows(getattr(folder, split), length) for split in SPLITS}
+    for split in SPLITS:
+        if (count := getattr(folder, split).count) < length + 1:
+            raise ValueError(
+                f"The {split} text has {count:,} tokens, fewer than one window of {length + 1:,}: "
+                "use a longer text, or a model with a shorter context."
+            )
 
     def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[np.ndarray]:
-        order = grain.MapDataset.source(windows[split])
+        tokens = getattr(folder, split)
+        order = grain.MapDataset.range((tokens.count - 1) // length)
         if split == "train":
             order = order.seed(seed).shuffle()
-        return read_batches(
-            order.repeat(), batch, first, part, threads=THREADS, ahead=AHEAD, whole=True
-        )
+        windows = order.repeat().map(lambda i: read_tokens(tokens, i * length, length + 1))
+        return read_batches(windows, batch, first, part, threads=THREADS, ahead=AHEAD, whole=True)
 
     example = jax.ShapeDtypeStruct((batch, length + 1), np.int32)
     return Stream(batches, example, folder.checksum())
 
 
 def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -> Task:
-    """Next-token prediction on a token folder, each of whose windows comes once per epoch.
+    """Next-token prediction on a token folder, with each window once per epoch.
 
     The vocabulary is the folder's, rounded up to a multiple of 128.
     """
@@ -262,7 +256,7 @@ def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -
     if vocab > config.vocab:
         raise ValueError(
             f"{folder.path} has a vocabulary of {folder.vocab:,} ({folder.tokenizer}), and this "
-            f"model has {config.vocab:,}: take a larger one, or make the folder with --tokenizer "
+            f"model has {config.vocab:,}: use a larger one, or make the folder with --tokenizer "
             "bytes."
         )
     config = dataclasses.replace(config, vocab=vocab)
@@ -273,3 +267,316 @@ def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -
         token_stream(folder, config.length, batch),
         GATHERED,
     )
+
+
+# Documents: text files, JSON lines, FineWeb.
+
+
+class Document(NamedTuple):
+    """A text, or a piece of one that is too long to be held; `ends` marks the last piece."""
+
+    text: str
+    ends: bool = True
+
+
+def read_documents(
+    sources: Sequence[str], subset: str = SUBSET, field: str = "text"
+) -> Iterator[Document]:
+    """The documents of all sources in order.
+
+    Args:
+        sources: text files, files of JSON lines (.jsonl), either as .xz or .gz too, or a name of
+            `HUB`. A text file comes in pieces of about 16,384 characters, cut after a line.
+        subset: of a dataset on the hub.
+        field: of a JSON line, the one that holds its text.
+    """
+    for source in sources:
+        yield from (
+            _read_hub(HUB[source], subset) if source in HUB else _read_file(Path(source), field)
+        )
+
+
+def _read_hub(repository: str, subset: str) -> Iterator[Document]:
+    datasets = import_extra("datasets")
+    with hub_access(f"{repository} ({subset})", OFFLINE):
+        for row in datasets.load_dataset(repository, subset, split="train", streaming=True):
+            if row["text"].strip():
+                yield Document(row["text"])
+
+
+def _read_file(path: Path, field: str) -> Iterator[Document]:
+    name = path.stem if is_compressed(path) else path.name
+    try:
+        with open_text(path, "rt", encoding="utf-8", newline="") as file:
+            if name.lower().endswith(".jsonl"):
+                yield from _read_json_lines(path, file, field)
+            else:
+                yield from _read_pieces(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}.") from error
+
+
+def _read_pieces(file: TextIO) -> Iterator[Document]:
+    pieces = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
+    piece = next(pieces, "")
+    for following in pieces:
+        yield Document(piece, ends=False)
+        piece = following
+    if piece:
+        yield Document(piece)
+
+
+def _read_json_lines(path: Path, file: TextIO, field: str) -> Iterator[Document]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            # JSON can contain half of a character, which no encoding has.
+            text = json.loads(line)[field].encode("utf-8", "replace").decode()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"Line {number} of {str(path)!r} is not a JSON object whose {field!r} is a text: "
+                f"{error!r}. Name another field with --field."
+            ) from error
+        if text.strip():
+            yield Document(text)
+
+
+# Tokenizers: bytes, a tokenizer.json, or a repository on the Hugging Face hub.
+
+
+class Tokenizer(NamedTuple):
+    """How texts become token numbers below `vocab`."""
+
+    name: str
+    vocab: int
+    end_of_text: int
+    encode: Callable[[list[str]], list[Any]]  # texts -> the tokens of each
+
+
+def load_tokenizer(name: str = "gpt2", end_of_text: str | None = None) -> Tokenizer:
+    """The tokenizer called `name`.
+
+    Args:
+        name: "bytes" (UTF-8, ended by a zero byte), the path of a tokenizer.json, or a repository
+            of the Hugging Face hub, such as gpt2.
+        end_of_text: the token that ends a document, where it has none of the usual names.
+
+    >>> load_tokenizer("bytes").encode(["Ab"])
+    [array([65, 98], dtype=uint8)]
+    """
+    if name == "bytes":
+        return Tokenizer(
+            name, 256, 0, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts]
+        )
+    is_file = name.endswith(".json") or Path(name).is_file()
+    found = _load_tokenizer_file(Path(name)) if is_file else _load_hub_tokenizer(name)
+    # The text is data: it must be neither cut nor padded, and nothing in it is a special token.
+    found.no_truncation()
+    found.no_padding()
+    found.encode_special_tokens = True
+    numbers: dict[str, int] = found.get_vocab(with_added_tokens=True)
+    ends = (end_of_text,) if end_of_text else END_OF_TEXT
+    end = next((numbers[token] for token in ends if token in numbers), None)
+    if end is None:
+        raise ValueError(
+            f"The tokenizer {name!r} has no token {', '.join(ends)}: name the token that ends a "
+            "document with --end-of-text."
+        )
+
+    def encode(texts: list[str]) -> list[Any]:
+        # In as many threads as there are cores, unless TOKENIZERS_PARALLELISM says otherwise.
+        return [row.ids for row in found.encode_batch_fast(texts, add_special_tokens=False)]
+
+    shown = Path(name).name if is_file else name
+    return Tokenizer(shown, max(numbers.values()) + 1, end, encode)
+
+
+def _load_tokenizer_file(path: Path) -> Any:
+    library = import_extra("tokenizers")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no tokenizer file {str(path)!r}.")
+    try:
+        return library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{str(path)!r} is not a tokenizer file: {error}.") from error
+
+
+def _load_hub_tokenizer(name: str) -> Any:
+    library = import_extra("tokenizers")
+    with hub_access(f"The tokenizer {name!r}", OFFLINE):
+        return library.Tokenizer.from_pretrained(name)
+
+
+# Making a folder.
+
+
+def make_tokens(
+    out: str | os.PathLike,
+    sources: Sequence[str | os.PathLike],
+    *,
+    tokenizer: str = "gpt2",
+    end_of_text: str | None = None,
+    subset: str = SUBSET,
+    field: str = "text",
+    limit: int | None = None,
+    valid_every: int = VALID_EVERY,
+    shard: int = SHARD,
+    force: bool = False,
+    report: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> TokenFolder:
+    """Makes the token folder `out` and returns it: complete, or not at all.
+
+    Documents 0, `valid_every`, 2 · `valid_every` … are for validation, the others for training.
+
+    Args:
+        out: the folder, which must not exist yet.
+        sources: what to read: see `read_documents`, as for `subset` and `field`.
+        tokenizer: bytes, a file or a name on the hub: see `load_tokenizer`.
+        end_of_text: the token that ends a document, where it has none of the usual names.
+        limit: stop with the document that brings the tokens of both splits to this number.
+        valid_every: one document in so many is for validation.
+        shard: tokens of a file, at most.
+        force: replace a token folder that exists already.
+        report: called with the documents and tokens so far, every few megabytes of text.
+    """
+    for name, value, least in (
+        ("limit", limit, 1),
+        ("valid_every", valid_every, 2),
+        ("shard", shard, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+    out, names = Path(out).expanduser().resolve(), [os.fspath(source) for source in sources]
+    _check_free(out, force)
+    _check_sources(names)
+    chosen = load_tokenizer(tokenizer, end_of_text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("part", "old"))
+    try:
+        temporary.mkdir()
+        splits = _write_documents(
+            temporary,
+            read_documents(names, subset, field),
+            chosen,
+            limit,
+            valid_every,
+            shard,
+            report,
+        )
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": ", ".join(f"{HUB[s]} {subset}" if s in HUB else Path(s).name for s in names),
+            "tokenizer": chosen.name,
+            "vocab": chosen.vocab,
+            "end_of_text": chosen.end_of_text,
+            "dtype": token_dtype(chosen.vocab).name,
+            "splits": splits,
+        }
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+        if force and out.exists():
+            os.rename(out, old)
+        os.rename(temporary, out)  # fails if another process has made the folder by now
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return read_token_folder(out)
+
+
+def _check_counts(**counts: tuple[int | None, int]) -> None:
+    for name, (value, least) in counts.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def _check_free(out: Path, force: bool) -> None:
+    if out.exists() and not force:
+        raise FileExistsError(f"{out} exists already: name another folder, or use --force.")
+    if out.exists() and not (out / MANIFEST).is_file():
+        raise FileExistsError(f"{out} is not a token folder, and --force replaces nothing else.")
+
+
+def _check_sources(sources: Sequence[str]) -> None:
+    if not sources:
+        raise ValueError(f"Nothing to read: name files or one of {', '.join(HUB)} with --from.")
+    for source in sources:
+        if source not in HUB and not Path(source).is_file():
+            raise FileNotFoundError(f"{source!r} is neither a file nor one of {', '.join(HUB)}.")
+
+
+def _write_documents(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    limit: int | None,
+    valid_every: int,
+    shard: int,
+    report: Callable[[int, int], None],
+) -> dict[str, dict[str, Any]]:
+    """Writes tokens until there are no more, or `limit`; what the manifest says of the splits."""
+    dtype, most = token_dtype(tokenizer.vocab), math.inf if limit is None else limit
+    counts, tokens = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    for batch in _document_batches(documents):
+        rows: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        encoded = tokenizer.encode([document.text for document in batch])
+        for document, row in zip(batch, encoded, strict=True):
+            if sum(tokens.values()) >= most:
+                break
+            split = "train" if sum(counts.values()) % valid_every else "valid"
+            end = np.asarray([tokenizer.end_of_text] if document.ends else [], dtype)
+            rows[split].append(np.append(np.asarray(row, dtype), end))
+            counts[split] += 1
+            tokens[split] += len(rows[split][-1])
+        for split in SPLITS:
+            new = np.concatenate([np.zeros(0, dtype), *rows[split]])
+            _append(folder, split, tokens[split] - len(new), new, shard)
+        report(sum(counts.values()), sum(tokens.values()))
+        if sum(tokens.values()) >= most:
+            break
+    for split in SPLITS:
+        if not tokens[split]:
+            raise ValueError(
+                f"The text has {sum(counts.values())} documents (a text file has one for every "
+                f"{PIECE:,} characters), too few for any to be for {split}: use a longer text."
+            )
+    return {
+        split: {
+            "tokens": tokens[split],
+            "documents": counts[split],
+            "files": _list_files(folder, split, -(-tokens[split] // shard), dtype.itemsize),
+        }
+        for split in SPLITS
+    }
+
+
+def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _file_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
+def _append(folder: Path, split: str, start: int, tokens: np.ndarray, shard: int) -> None:
+    """Writes token number `start` of the split and the next ones, `shard` in a file."""
+    while len(tokens):
+        number, inside = divmod(start, shard)
+        now, tokens = np.split(tokens, [shard - inside])
+        with open(folder / _file_name(split, number), "ab") as file:
+            file.write(now.data)
+        start += len(now)
+
+
+def _list_files(folder: Path, split: str, count: int, itemsize: int) -> list[dict[str, Any]]:
+    paths = [folder / _file_name(split, number) for number in range(count)]
+    files = (TokenFile(p.name, p.stat().st_size // itemsize, _file_digest(p)) for p in paths)
+    return [file._asdict() for file in files]
