@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SAMPLES = REPOSITORY / "tests" / "data"  # a data folder: a few real images and lines of text
 
 # By environment, not by jax.config: tests that need no JAX then never import it.
 # Dtype promotion cannot be strict everywhere, optax's own Adam breaks under it: see strict_dtypes.

@@ -8,7 +8,7 @@ import pytest
 from celo2.evaluate.setup import in_precision
 from celo2.tasks import Corpus, LMConfig, Task, language_model
 
-BATCH, LENGTH = 128, 64
+BATCH, LENGTH = 32, 64
 
 
 def table_gradient(task: Task) -> np.ndarray:
@@ -23,7 +23,7 @@ def test_gradient_of_a_token_seen_thousands_of_times_is_that_of_float32():
     tokens[::50] = 1
     task = language_model(Corpus("", "", tokens, tokens, 2), LMConfig(32, 1, 32, LENGTH), BATCH)
     seen = np.asarray(task.sample(task.data, jax.random.key(1), "train"))
-    assert np.sum(seen[:, :-1] == 0) > 8000
+    assert np.sum(seen[:, :-1] == 0) > 1900
     whole, half = table_gradient(task), table_gradient(in_precision(task, jnp.bfloat16))
     assert half.dtype == np.float32
     assert np.linalg.norm(half[0] - whole[0]) < 0.02 * np.linalg.norm(whole[0])

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as numpy_arrays
 
 from celo2.tasks import images
-from conftest import data_folder
+from conftest import SAMPLES
 
 UNIT = st.floats(0.0, 1.0, width=32)
 PIXELS = jnp.arange(64.0).reshape(1, 8, 8, 1) / 64
 DIGITS_SHA256 = "b678268270c88df34a8b30552451a287ae8abb818f4c4ebd27201ef0f2093173"
+
+FASHION_SHA256 = "68e03beb1728a37f4b29324962876e4c5c2bb41ca2a5a8c7e37750dd367358a0"
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +178,8 @@ def test_sampling_reaches_every_image_and_keeps_its_label():
     x = np.arange(10, dtype=np.uint8)[:, None, None] * np.ones((1, 8, 8), np.uint8)
     y = np.arange(10, dtype=np.uint8)
     bank = images.image_bank([images.ImageSet("a", "test", x, y, x, y), marked_set("b", 40, 51)])
-    x, y = images.sample_batch(bank, jax.random.key(0), 0, 500)
+    sample = jax.jit(images.sample_batch, static_argnums=(2, 3))
+    x, y = sample(bank, jax.random.key(0), 0, 500)
     assert set(np.asarray(y)) == set(range(10))
     np.testing.assert_allclose(x[:, 0] * 255, y, rtol=1e-5)
 
@@ -189,11 +192,14 @@ def test_bank_refuses_images_of_two_sizes(tmp_path):
         )
 
 
-def test_real_files_load():
-    folder = data_folder()
-    mnist, svhn = images.select_images(("mnist", "svhn"), folder)
-    assert mnist.train_x.shape == (60_000, 8, 8) and len(svhn.test_x) == 26_032
-    assert images.image_bank([mnist, svhn]).rows.shape == (2, 73_257, images.HEAD + 64)
+def test_real_images_load_in_both_sizes():
+    small, full = (images.load_images("fashion_mnist", SAMPLES, size) for size in ("8x8", "full"))
+    assert (small.train_x.shape, full.test_x.shape) == ((12, 8, 8), (6, 28, 28))
+    np.testing.assert_array_equal(small.test_y, [9, 2, 1, 1, 6, 1])
+    assert full.checksum() == FASHION_SHA256
+    bank = images.image_bank([small, images.load_images("digits")])
+    assert bank.rows.shape == (2, 1437, images.HEAD + 64)
+    np.testing.assert_array_equal(bank.rows[0, 11, images.HEAD :], small.train_x[11].ravel())
 
 
 @given(numpy_arrays(np.float32, images.DRAWS, elements=UNIT))
@@ -249,8 +255,9 @@ def test_only_training_batches_are_augmented():
         images.image_mlp(images.ImageSet("a", "test", x, y, x, y), batch=4, area=area)
         for area in (None, images.SMALL_AREA)
     ]
-    key, sample = jax.random.key(0), jax.jit(made[1].sample, static_argnums=2)
-    plain = made[0].sample(made[0].data, key, "valid")
+    plain, sample = (jax.jit(task.sample, static_argnums=2) for task in made)
+    key = jax.random.key(0)
+    plain = plain(made[0].data, key, "valid")
     jax.tree.map(np.testing.assert_array_equal, plain, sample(made[1].data, key, "valid"))
     cropped_x, labels = sample(made[1].data, key, "train")
     assert not np.isclose(cropped_x[..., 0], x[np.asarray(labels)] / 255).all(axis=(1, 2)).any()

@@ -59,7 +59,9 @@ def test_cross_entropy_is_the_negative_log_likelihood():
     labels = np.random.RandomState(1).randint(0, 7, (3, 4)).astype(np.int32)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(p, labels[..., None], -1)).mean()
-    assert float(networks.cross_entropy(logits, labels)) == pytest.approx(expected, rel=1e-5)
+    assert float(jax.jit(networks.cross_entropy)(logits, labels)) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_future_tokens_do_not_change_past_logits(language_model):
@@ -78,8 +80,9 @@ def test_language_model_knows_the_order_of_the_past(language_model):
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 2, 32)) for i in range(2))
-    turned_q, turned_k = (networks.rotate(jnp.tile(x, (1, 12, 1, 1))) for x in (q, k))
-    products = np.asarray(jnp.einsum("btnh,bsnh->nts", turned_q, turned_k))
+    rotate = jax.jit(networks.rotate)
+    turned_q, turned_k = (np.asarray(rotate(np.tile(x, (1, 12, 1, 1)))) for x in (q, k))
+    products = np.einsum("btnh,bsnh->nts", turned_q, turned_k)
     np.testing.assert_allclose(
         np.linalg.norm(turned_q, axis=-1)[0, 7], np.linalg.norm(q, axis=-1)[0, 0], rtol=1e-5
     )
@@ -89,8 +92,8 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 
 def test_half_precision_knows_every_position():
     x = jnp.ones((1, 2048, 1, 32))
-    whole = np.asarray(networks.rotate(x))
-    half = networks.rotate(x.astype(jnp.bfloat16))
+    rotate = jax.jit(networks.rotate)
+    whole, half = np.asarray(rotate(x)), rotate(x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(half, np.float32), whole, atol=0.02)
 

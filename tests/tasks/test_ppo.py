@@ -74,7 +74,7 @@ def test_impossible_config_is_refused(changes, message):
 def test_loss_is_that_of_a_plain_loop():
     config = dataclasses.replace(TINY, clip=0.3, entropy_weight=0.05, value_weight=0.7)
     params, batch = random_batch(config)
-    total, metrics = ppo.ppo_loss(config, params, batch)
+    total, metrics = jax.jit(partial(ppo.ppo_loss, config))(params, batch)
 
     def network(layers, head, x):
         for name in ("layer_0", "layer_1"):

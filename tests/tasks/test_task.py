@@ -11,8 +11,12 @@ def digits():
     return TASKS["digits-mlp"].make(batch=32)
 
 
-def test_same_keys_give_the_same_run(digits):
-    trainer = supervised(digits, optax.adamw(1e-3), evaluation_batches=2)
+@pytest.fixture(scope="module")
+def trainer(digits):
+    return supervised(digits, optax.adamw(1e-3), evaluation_batches=3)
+
+
+def test_same_keys_give_the_same_run(trainer):
     runs = []
     for _ in range(2):
         state, metrics = trainer.step(trainer.init(jax.random.key(0)), jax.random.key(1))
@@ -37,15 +41,17 @@ def test_sampling_works_under_jit_vmap_and_scan(digits):
 
 
 def test_step_does_not_carry_the_data_as_a_constant(digits):
-    step = supervised(digits, optax.sgd(1.0)).step
-    state = jax.eval_shape(supervised(digits, optax.sgd(1.0)).init, jax.random.key(0))
+    trainer = supervised(digits, optax.sgd(1.0))
+    step, state = trainer.step, jax.eval_shape(trainer.init, jax.random.key(0))
     lowered = step.func.lower(*step.args, state, jax.random.key(0)).as_text()
     assert len(lowered) < 2 * digits.data["train"][0].nbytes
 
 
-def test_evaluation_averages_its_batches(digits):
-    trainer = supervised(digits, optax.sgd(1.0), evaluation_batches=3)
+def test_evaluation_averages_its_batches(digits, trainer):
+    @jax.jit
+    def loss(params, key):
+        return digits.loss(params, digits.sample(digits.data, key, "valid"))[0]
+
     state, key = trainer.init(jax.random.key(0)), jax.random.key(1)
-    batches = [digits.sample(digits.data, k, "valid") for k in jax.random.split(key, 3)]
-    expected = np.mean([float(digits.loss(state.params, batch)[0]) for batch in batches])
+    expected = np.mean([float(loss(state.params, k)) for k in jax.random.split(key, 3)])
     assert float(trainer.evaluate(state, key)["loss"]) == pytest.approx(expected, rel=1e-5)

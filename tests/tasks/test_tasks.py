@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import numpy as np
 import optax
@@ -17,13 +19,22 @@ from celo2.tasks import (
     supervised,
     task_spec,
 )
+from celo2.tasks.images import IMAGE_SETS, image_file, image_shape
 from celo2.tasks.networks import CONVNETS
-from conftest import data_folder
 
 TINY_LM = LMConfig(16, 1, 8, 16)
 NEED_TEXT = ("lm30m", "gpt2", "gpt3xl")
 STREAMED = ("vit-b16-imagenet",)  # see test_imagenet.py
-FROM_FOLDER = ("image-", "cifar", "fashion")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A data folder with one black image in every file."""
+    path = tmp_path_factory.mktemp("data")
+    for name, size in itertools.product(IMAGE_SETS, ("8x8", "full")):
+        x, y = np.zeros((1, *image_shape(name, size)), np.uint8), np.zeros(1, np.uint8)
+        np.savez(path / image_file(name, size), train_x=x, train_y=y, test_x=x, test_y=y)
+    return path
 
 
 def colour_set():
@@ -40,7 +51,6 @@ def corpus():
     ("name", "batch"),
     [
         ("digits-mlp", 32),
-        ("digits-mlp-wide", 32),
         ("digits-conv", 8),
         ("vit-tiny", 8),
         ("text-tiny", 2),
@@ -96,13 +106,9 @@ def check_batch(spec, task):
     "name",
     [n for n, spec in TASKS.items() if spec.train is supervised and n not in STREAMED],
 )
-def test_default_batch_is_the_one_the_table_states(name):
-    if name in NEED_TEXT:
-        task = TASKS[name].make(text=corpus())
-    else:
-        stored = any(part in name for part in FROM_FOLDER)
-        task = TASKS[name].make(data=data_folder() if stored else None)
-    check_batch(TASKS[name], task)
+def test_default_batch_is_the_one_the_table_states(name, folder):
+    text = {"text": corpus()} if name in NEED_TEXT else {}
+    check_batch(TASKS[name], TASKS[name].make(data=folder, **text))
 
 
 @pytest.mark.parametrize("name", [n for n, spec in TASKS.items() if spec.blank is not None])

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from celo2.tasks import text
-from conftest import data_folder
+from conftest import SAMPLES
+
+SHAKESPEARE_SHA256 = "c7b80398ef9500a446d64563d16b986610a24704a139ed264da80bb9cf7824c9"
 
 
 def test_embedded_text_is_long_and_its_last_tenth_validates():
@@ -44,8 +46,10 @@ def test_absent_texts_say_what_to_do(tmp_path):
 
 
 def test_real_shakespeare_loads():
-    corpus = text.load_text("tinyshakespeare", data_folder())
-    assert (len(corpus.train), len(corpus.valid)) == (1_059_624, 55_770)
+    corpus = text.load_text("tinyshakespeare", SAMPLES)
+    assert (len(corpus.train), len(corpus.valid)) == (5593, 1459)
+    assert corpus.train.tobytes().startswith(b"First Citizen:\nBefore we proceed any further")
+    assert corpus.checksum() == SHAKESPEARE_SHA256
 
 
 def test_windows_are_runs_of_the_text_from_all_its_places(strict_dtypes):

@@ -288,7 +288,7 @@ def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
 
     >>> config = PPOConfig("breakout")
     >>> trainer = ppo_trainer(config, optax.adamw(1e-3))
-    >>> state = trainer.init(jax.random.key(0))
+    >>> state = trainer.init(jax.random.key(0))  # doctest: +SKIP
     >>> state, metrics = trainer.step(state, jax.random.key(1))  # doctest: +SKIP
     """
     game = load_game(config.game)
