@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: test lint slow demo clean
+.PHONY: test lint slow demo docs release clean
 
 # Compiled programs are kept: a second run of the tests then spends little time compiling.
 test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
@@ -20,11 +20,20 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Builds the site into site/; `.venv/bin/mkdocs serve` shows it while you write.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+# Builds dist/ and tries it in new environments without network.
+release: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python .ci/check_release.py
+
 # The demo needs much less than the tests, so it does not wait for their packages.
 demo: $(VENV)/.train
 	$(BIN)/python examples/demo.py
 
-$(VENV)/.dev $(VENV)/.train: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.train: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(PIP) install -e '.[$*]'
 	touch $@
 
@@ -32,5 +41,5 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

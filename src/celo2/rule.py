@@ -312,4 +312,6 @@ def _is_real(value: object) -> bool:
 
 
 CELO2 = RuleConfig()
+"""The config of Celo2: hidden matrices by the rule, orthogonalized, the rest by AdamW."""
 CELO2_BASE = RuleConfig(orthogonalize=False, vectors="rule")
+"""The config of Celo2-base: every tensor by the rule, nothing orthogonalized."""

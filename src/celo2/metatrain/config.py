@@ -204,6 +204,7 @@ PRESETS = {
     "celo2": MetaConfig(),
     "celo2-base": MetaConfig(rule=CELO2_BASE, learning_rate=1e-4),
 }
+"""The paper's two meta-training runs, `celo2` and `celo2-base`."""
 
 
 def from_fields(fields: Mapping[str, Any], base: MetaConfig | None = None) -> MetaConfig:

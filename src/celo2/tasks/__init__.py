@@ -205,3 +205,4 @@ TASKS: dict[str, TaskSpec] = {
     "vit-b16-imagenet": _imagenet_spec(steps=50_000, batch=512),
     **{f"minatar-{game}": _minatar_spec(game, steps=200) for game in GAMES},
 }
+"""Every task by its name; `task_spec` gives an error that lists them."""

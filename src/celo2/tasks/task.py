@@ -14,6 +14,7 @@ import optax
 from celo2.tasks.datafiles import import_extra
 
 Split = Literal["train", "valid"]
+"""Which part of a dataset a batch is drawn from."""
 
 
 class Task(NamedTuple):
