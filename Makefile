@@ -22,7 +22,7 @@ lint: $(VENV)/.dev
 
 # Builds the site into site/; `.venv/bin/mkdocs serve` shows it while you write.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Builds dist/ and tries it in new environments without network.
 release: $(VENV)/.dev
