@@ -1,16 +1,20 @@
-"""Redraws the tables of docs/results.md and its two figures from the records in results/.
+"""Writes every table of README.md and docs/ that shows records, and two figures, from the records.
 
 python benchmarks/results.py
 """
 
+import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from celo2.evaluate.comparison import (
     Entry,
+    Outcome,
     Sweep,
     baseline_of,
     best_curve,
@@ -21,24 +25,26 @@ from celo2.evaluate.comparison import (
     score_range,
     without_lost,
 )
+from celo2.evaluate.config import find_task
 from celo2.evaluate.plots import COLORS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "results.md"
-CURVES = ROOT / "docs" / "figures" / "results.png"
-SUMMARY = ROOT / "docs" / "figures" / "summary.png"
+DOCS = ROOT / "docs"
+CURVES = DOCS / "figures" / "results.png"
+SUMMARY = DOCS / "figures" / "summary.png"
 NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "celo2": "Celo2",
+    "celo2-adam": "Celo2, plain Adam",
     "celo2-nesterov": "Celo2, Nesterov Adam",
     "celo2-base": "Celo2-base",
     "published": "the authors' rule",
 }
 ORDER = tuple(NAMES)
 COLOR = dict(zip(("adamw", "muon", "celo2", "celo2-base", "published"), COLORS, strict=False))
-COLOR["celo2-nesterov"] = COLOR["celo2"]
-DASHES = {"published": "--", "celo2-nesterov": ":"}
+COLOR["celo2-nesterov"] = COLOR["celo2-adam"] = COLOR["celo2"]
+DASHES = {"published": "--", "celo2-nesterov": ":", "celo2-adam": ":"}
 TASKS = {
     "lm-0.8m": "language model, 0.85M",
     "lm-1m": "language model, 1M",
@@ -50,32 +56,196 @@ TASKS = {
     "minatar-freeway": "PPO, Freeway",
     "minatar-spaceinvaders": "PPO, Space Invaders",
 }
-MARKS = {"muon": "s", "celo2": "o", "celo2-nesterov": "*", "celo2-base": "v", "published": "D"}
+MARKS = {
+    "muon": "s",
+    "celo2": "o",
+    "celo2-nesterov": "*",
+    "celo2-adam": "*",
+    "celo2-base": "v",
+    "published": "D",
+}
 COLUMNS = 3
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
 
 
 def main() -> None:
-    """Reads every packed sweep and writes what depends on them."""
-    sweeps = [read_sweep(path) for path in sorted((ROOT / "results").glob("*.jsonl"))]
-    tasks = [(sweep, task) for sweep in sweeps for task in sweep.tasks]
-    tasks.sort(key=lambda pair: list(TASKS).index(pair[1]))
-    page = PAGE.read_text("utf-8")
-    for sweep, task in tasks:
-        page = fill(page, task, table(sweep, task))
-    PAGE.write_text(page, "utf-8")
+    """Writes every page and figure that depends on the records."""
+    tasks = read_tasks()
+    for path, page in pages(tasks).items():
+        path.write_text(page, "utf-8")
+        print(path)
     draw_curves(tasks)
     draw_summary(tasks)
-    print(PAGE, CURVES, SUMMARY, sep="\n")
+    print(CURVES, SUMMARY, sep="\n")
 
 
-def fill(page: str, name: str, text: str) -> str:
-    """The page with `text` between the marks of that name."""
+def read_tasks() -> list[tuple[Sweep, str]]:
+    """The tasks of every packed sweep, in the order of TASKS."""
+    sweeps = [read_sweep(path) for path in sorted((ROOT / "results").glob("*.jsonl"))]
+    tasks = [(sweep, task) for sweep in sweeps for task in sweep.tasks]
+    return sorted(tasks, key=lambda pair: list(TASKS).index(pair[1]))
+
+
+def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
+    """Every page that shows records, as it should be; a test compares them with what is there."""
+    games = [pair for pair in tasks if is_game(pair[1])]
+    losses = [pair for pair in tasks if not is_game(pair[1])]
+    by_task = dict(map(reversed, tasks))
+    multipliers = read_sweep(DOCS / "results" / "adam-multiplier.jsonl")
+    language_model = by_task["lm-0.8m"].tasks["lm-0.8m"]
+    texts = {
+        DOCS / "results.md": {task: table(sweep, task) for sweep, task in tasks},
+        DOCS / "learning-rate.md": {
+            "rates": rate_table(language_model),
+            "best rates": best_rate_table(tasks),
+            "adam multiplier": multiplier_table(multipliers.tasks["lm-0.8m"]),
+            "nesterov": nesterov_gain(language_model),
+        },
+        ROOT / "README.md": {
+            "losses": summary_table("final validation loss", losses, ".3f"),
+            "games": summary_table("final return, higher is better", games, "#.3g"),
+            "demo": demo_losses(DOCS / "figures" / "demo.jsonl"),
+        },
+    }
+    if (records := DOCS / "results" / "nanogpt.jsonl").exists():
+        texts[DOCS / "nanogpt.md"] = {"nanogpt": nanogpt_table(records)}
+    filled = {}
+    for path, blocks in texts.items():
+        page = path.read_text("utf-8")
+        for name, text in blocks.items():
+            page = fill(page, name, text, path)
+        filled[path] = page
+    return filled
+
+
+def fill(page: str, name: str, text: str, path: Path) -> str:
+    """The page with `text` between the marks of that name; a table gets lines of its own."""
     marks = f"<!-- {name} -->", f"<!-- end {name} -->"
     pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
     if not re.search(pattern, page, re.DOTALL):
-        raise ValueError(f"{PAGE} has no place for {name}: write {marks[0]} and {marks[1]}.")
-    return re.sub(pattern, lambda _: f"{marks[0]}\n{text}\n{marks[1]}", page, flags=re.DOTALL)
+        raise ValueError(f"{path} has no place for {name}: write {marks[0]} and {marks[1]}.")
+    inside = f"\n{text}\n" if "\n" in text else text
+    return re.sub(pattern, lambda _: f"{marks[0]}{inside}{marks[1]}", page, flags=re.DOTALL)
+
+
+def is_game(task: str) -> bool:
+    """Whether the score is a return, of which more is better."""
+    return find_task(task).higher_is_better
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (header, *rows)
+    ]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def mean_score(runs: Iterable[Outcome]) -> float | None:
+    """The mean over seeds; None where one of them has no score."""
+    scores = [run.score for run in runs]
+    return None if not scores or None in scores else fmean(scores)
+
+
+def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
+    """The final score of every optimizer on every task, the best of each task in bold."""
+    labels = {entry.label for sweep, task in tasks for entry in sweep.tasks[task]}
+    columns = [label for label in ORDER if label in labels] + sorted(labels - set(ORDER))
+    rows = []
+    for sweep, task in tasks:
+        scores = {entry.label: mean_score(entry.seeds) for entry in sweep.tasks[task]}
+        known = {label: score for label, score in scores.items() if score is not None}
+        best = (max if is_game(task) else min)(known, key=known.__getitem__)
+        cells = [format(known[label], form) if label in known else "-" for label in columns]
+        bold = [f"**{c}**" if n == best else c for n, c in zip(columns, cells, strict=True)]
+        rows.append([TASKS[task].removeprefix("PPO, "), *bold])
+    return markdown([title, *(NAMES.get(label, label) for label in columns)], rows)
+
+
+def rate_table(entries: list[Entry]) -> str:
+    """The final loss of each optimizer by rate, seed 0, the lowest in bold."""
+    rows = []
+    for entry in in_order(entries):
+        runs = sorted(entry.tuning, key=lambda run: run.config.learning_rate)
+        rates = [show_rate(run.config.learning_rate) for run in (runs[0], runs[-1])]
+        best = min(run.score for run in runs if run.score is not None)
+        cells = ["diverged" if run.score is None else f"{run.score:.3f}" for run in runs]
+        bold = [f"**{c}**" if r.score == best else c for r, c in zip(runs, cells, strict=True)]
+        rows.append([f"{NAMES.get(entry.label, entry.label)}, {' … '.join(rates)}", *bold])
+    between = [""] * (max(map(len, rows)) - 3)
+    return markdown(["", "lowest", *between, "highest"], rows)
+
+
+def best_rate_table(tasks: list[tuple[Sweep, str]]) -> str:
+    """Each optimizer's best rate on each task."""
+    columns = [label for label in ORDER if label not in ("celo2-adam", "celo2-nesterov")]
+    rows = []
+    for sweep, task in tasks:
+        found = {entry.label: entry for entry in sweep.tasks[task]}
+        steps = found["adamw"].best.config.steps
+        cells = []
+        for label in columns:
+            edge = edge_of(found[label]) if label in found else None
+            rate = show_rate(found[label].best.config.learning_rate) if label in found else "-"
+            cells.append(rate + (f" (the {edge} tried)" if edge else ""))
+        kind = "iterations" if is_game(task) else "steps"
+        rows.append([f"{TASKS[task]}, {steps:,} {kind}", *cells])
+    return markdown(["", *(NAMES[label] for label in columns)], rows)
+
+
+def multiplier_table(entries: list[Entry]) -> str:
+    """The final loss by AdamW's multiple of the rule's rate."""
+    means = [mean_score(entry.tuning) for entry in entries]
+    lowest = min(mean for mean in means if mean is not None)
+    shown = [f"**{mean:.3f}**" if mean == lowest else f"{mean:.3f}" for mean in means]
+    seeds = [", ".join(f"{run.score:.3f}" for run in entry.tuning) for entry in entries]
+    rows = [["final validation loss", *shown], ["of seeds 0 and 1", *seeds]]
+    return markdown(["factor", *(entry.label.removesuffix(" ×") for entry in entries)], rows)
+
+
+def nesterov_gain(entries: list[Entry]) -> str:
+    """By how much Nesterov's momentum in AdamW lowers the loss, least and most over the rates."""
+    found = {entry.label: entry for entry in entries}
+    # In records of version 0.1 celo2 has the paper's plain AdamW.
+    labels = ("celo2-adam", "celo2") if "celo2-adam" in found else ("celo2", "celo2-nesterov")
+    plain, nesterov = (
+        {run.config.learning_rate: run.score for run in found[label].tuning} for label in labels
+    )
+    gains = [plain[rate] - nesterov[rate] for rate in plain]
+    return f"{min(gains):.3f} to {max(gains):.3f}"
+
+
+def demo_losses(path: Path) -> str:
+    """The best validation loss of each optimizer in the demo."""
+    best: dict[str, float] = {}
+    for row in map(json.loads, path.read_text("utf-8").splitlines()):
+        name, loss = row["optimizer"], row["valid_loss"]
+        best[name] = min(loss, best.get(name, loss))
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in best.items())
+
+
+def nanogpt_table(path: Path) -> str:
+    """Each optimizer of examples/nanogpt at its best rate, and at nanoGPT's own, 1e-3."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = []
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        mine = [row for row in rows if row["optimizer"] == name]
+        first = {row["rate"]: row["valid_loss"] for row in mine if row["seed"] == mine[0]["seed"]}
+        best = min(first, key=first.__getitem__)
+        losses = [row["valid_loss"] for row in mine if row["rate"] == best]
+        seeds = f"{min(losses):.3f} – {max(losses):.3f} ({len(losses)})"
+        usual = f"{first[1e-3]:.3f}" if 1e-3 in first else "-"
+        rates = f"{show_rate(min(first))} … {show_rate(max(first))}"
+        cells = [NAMES[name], rates, show_rate(best), f"{fmean(losses):.3f}", seeds, usual]
+        lines.append(cells)
+    header = ["final validation loss", "rates tried", "best rate", "there", "range of seeds"]
+    return markdown([*header, "at 1e-3"], lines)
+
+
+def show_rate(rate: float) -> str:
+    """The rate as people write it: 4e-3, 2.15e-4."""
+    digits, power = f"{rate:.2e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def table(sweep: Sweep, task: str) -> str:

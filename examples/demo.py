@@ -36,7 +36,7 @@ def muon_beside_the_same_adam(schedule: optax.Schedule) -> optax.GradientTransfo
 OPTIMIZERS = {
     "AdamW": (adamw, [2e-3, 4e-3, 8e-3, 1.6e-2]),
     "Muon": (muon_beside_the_same_adam, [1e-2, 2e-2, 4e-2, 8e-2]),
-    "Celo2": (lambda rate: celo2(rate, adam_nesterov=True), [2e-3, 4e-3, 8e-3, 1.6e-2]),
+    "Celo2": (celo2, [2e-3, 4e-3, 8e-3, 1.6e-2]),
 }
 
 

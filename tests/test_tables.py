@@ -1,0 +1,88 @@
+"""Numbers in the README's and the documentation's tables are those of the records they cite."""
+
+import importlib.util
+import json
+import re
+from types import ModuleType
+
+import pytest
+
+from conftest import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+MARK = re.compile(r"<!-- (?!end |source: )([\w. -]+) -->(.*?)<!-- end \1 -->", re.DOTALL)
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\d)")
+
+
+def load(name: str) -> ModuleType:
+    """A script of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    return load("results")
+
+
+@pytest.fixture(scope="module")
+def pages(results) -> dict:
+    return {
+        path.relative_to(REPOSITORY).as_posix(): page
+        for path, page in results.pages(results.read_tasks()).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/learning-rate.md"])
+def test_tables_of_the_page_are_those_of_the_records(pages, name):
+    page = (REPOSITORY / name).read_text("utf-8")
+    assert pages[name] == page, "run python benchmarks/results.py"
+
+
+def test_other_pages_are_those_of_the_records(pages):
+    for name, page in pages.items():
+        assert page == (REPOSITORY / name).read_text("utf-8"), "run python benchmarks/results.py"
+
+
+def test_a_wrong_number_is_noticed(results):
+    right = (REPOSITORY / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"AdamW (\d\.\d{3}), Muon", right)
+    wrong = right.replace(shown, "9.999")
+    blocks = results.demo_losses(DOCS / "figures" / "demo.jsonl")
+    path = REPOSITORY / "README.md"
+    assert results.fill(wrong, "demo", blocks, path) == right != wrong
+    with pytest.raises(ValueError, match="no place for lm-9"):
+        results.fill(right, "lm-9", "", path)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/learning-rate.md"])
+def test_every_table_with_measurements_says_where_they_are_from(name):
+    page = MARK.sub("", (REPOSITORY / name).read_text("utf-8"))
+    for table in re.findall(r"(?:^.*\n)(?:^\|.*\n)+", page, re.MULTILINE):
+        above, *rows = table.splitlines()
+        if re.search(r"\d\.\d|\de-\d", " ".join(rows)):
+            assert above.startswith("<!-- source: "), f"no source above:\n{table}"
+
+
+def test_costs_in_the_readme_are_in_the_benchmarks():
+    page = (REPOSITORY / "README.md").read_text("utf-8")
+    source = (REPOSITORY / "benchmarks" / "README.md").read_text("utf-8")
+    known = [float(number.replace(",", "")) for number in NUMBER.findall(source)]
+    table = page.split("<!-- source: benchmarks/README.md -->\n", 1)[1].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        cell = line.split(" | ")[1]
+        for number in NUMBER.findall(cell):
+            digits = len(number.replace(",", "").replace(".", "").strip("0"))
+            value = float(number.replace(",", ""))
+            near = [n for n in known if float(f"{n:.{max(1, digits)}g}") == value]
+            assert near, f"{number} of {cell!r} is not in benchmarks/README.md"
+
+
+def test_table_of_scales_is_that_of_its_records():
+    page = (DOCS / "scaling.md").read_text("utf-8")
+    rows = (DOCS / "results" / "scale.jsonl").read_text("utf-8").splitlines()
+    (shown,) = (text for name, text in MARK.findall(page) if name == "scale")
+    assert shown.strip() == load("scale").as_table([json.loads(row) for row in rows])
