@@ -36,7 +36,7 @@ def train_step(state: TrainState, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value  # hands the parameters to the optimizer
+    return state.apply_gradients(grads=grads), value  # passes the parameters to the optimizer
 
 
 def main() -> None:

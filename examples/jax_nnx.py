@@ -54,7 +54,7 @@ def loss_of(model: LanguageModel, tokens) -> jax.Array:
 @nnx.jit
 def train_step(model: LanguageModel, optimizer: nnx.Optimizer, tokens) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_of)(model, tokens)
-    optimizer.update(model, grads)  # hands the parameters to the optimizer
+    optimizer.update(model, grads)  # passes the parameters to the optimizer
     return loss
 
 
