@@ -6,6 +6,7 @@ PyTorch's names for them.
 """
 
 import copy
+import inspect
 import unittest
 
 import pytest
@@ -24,10 +25,25 @@ from torch.testing._internal.common_optimizers import (  # isort: skip
 pytestmark = pytest.mark.filterwarnings("ignore:Celo2 got parameters without names")
 
 
+# What PyTorch's checks vary by themselves, and what has tests of its own.
+VARIED = {"foreach", "capturable"}
+TESTED_ELSEWHERE = {
+    "rule",
+    "overrides",
+    "skip_nonfinite",
+    "hold_unused",
+    "workspace",
+    "kernel",
+    "compile",
+}
+
+
 @every_info
-def test_optim_infos_do_not_specify_global_cliquey_kwargs(info):
-    flags = {"foreach", "fused", "differentiable"}
-    assert not any(flags & one.kwargs.keys() for one in info.optim_inputs_func("cpu"))
+def test_every_setting_passes_through_the_checks(info):
+    settings = inspect.signature(info.optim_cls).parameters.keys() - {"params"}
+    described = {name for one in info.optim_inputs_func("cpu") for name in one.kwargs}
+    assert settings == described | VARIED | TESTED_ELSEWHERE
+    assert not described & (VARIED | TESTED_ELSEWHERE)
 
 
 @every_info
