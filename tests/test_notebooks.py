@@ -21,8 +21,8 @@ def read(name: str):
 def execute(name: str, folder, monkeypatch) -> str:
     """What the shortened notebook prints."""
     nbclient = pytest.importorskip("nbclient")
-    for name in ("JAX_NUMPY_RANK_PROMOTION", "MPLBACKEND"):  # as users have it
-        monkeypatch.delenv(name, raising=False)
+    for variable in ("JAX_NUMPY_RANK_PROMOTION", "MPLBACKEND"):  # as users have it
+        monkeypatch.delenv(variable, raising=False)
     notebook = read(name)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for before, after in SHORTER[name].items():
