@@ -17,12 +17,12 @@ from pathlib import Path
 
 import jax
 import tyro
+from compiled import collectives, memory
 
-from celo2.evaluate.compiled import collectives, memory
 from celo2.evaluate.config import RunConfig, resolve
 from celo2.evaluate.optimizers import load_rule, make_optimizer, with_norms
-from celo2.evaluate.program import in_mesh, lower_advance
-from celo2.evaluate.setup import Setup, set_up
+from celo2.evaluate.program import Setup, lower_advance, set_up
+from celo2.evaluate.sharding import in_mesh
 from celo2.runs.processes import make_mesh, parse_mesh
 
 OPTIMIZERS = ("adamw", "muon", "celo2-base", "celo2")

@@ -1,4 +1,4 @@
-"""Small rules, shared by the tests of both rooms."""
+"""Small rules, shared by the tests of both frameworks."""
 
 import dataclasses
 

@@ -12,12 +12,13 @@ from tiny_runs import FLAGS, TINY, digest, newest, of_kind, run, shared_programs
 
 from celo2 import cli
 from celo2.commands import meta_train
-from celo2.commands.meta_train import largest_divisor, parse
+from celo2.commands.meta_train import parse
 from celo2.metatrain import PRESETS
 from celo2.runs import records
 from celo2.runs.checkpoint import read
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
+from celo2.runs.processes import largest_divisor
 from processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -90,13 +91,9 @@ def test_killed_run_resumes_as_if_nothing_had_happened(tmp_path):
     assert iterations == sorted(set(iterations)) and iterations[-1] == total
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-    ],
-)
+# What stops a run is the same as in `celo2 run`, whose test is not slow.
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_saves_first(tmp_path, number, code):
     process = start(tmp_path / "run", "--iterations", "1000000")
     with process:

@@ -120,7 +120,7 @@ def test_notes_tell_what_is_unfair(entries):
     assert "Unequal tuning budgets, which favour the larger: adamw 3, muon 2, lion 1" in text
     assert "muon: its best rate, 0.01, is the lowest tried" in text
     assert "adamw: a single seed" in text and "muon: a single seed" not in text
-    assert "lion: no setting came to a score" in text
+    assert "lion: no setting has a score" in text
     assert "lion: one learning rate only" in text
     assert caveats([entries["adamw"]])[0] == "Equal tuning budgets: 3 for each optimizer, in runs."
 
@@ -218,7 +218,7 @@ def test_file_that_is_no_packed_sweep_is_refused(tmp_path, capsys):
     ("content", "message"),
     [
         (None, "has no sweep.json: give the --out of `celo2 sweep`"),
-        ('{"tuning": {}, "final": {}}', "has ended: let `celo2 sweep` go on first"),
+        ('{"tuning": {}, "final": {}}', "has ended: let `celo2 sweep` continue first"),
         ("{", "lists no runs"),
         ("[]", "lists no runs"),
     ],

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from small_runs import of_kind, small, stop_after, train, without_times
 
-from celo2.evaluate import RunConfig, describe, program, setup
+from celo2.evaluate import RunConfig, describe, program
 from celo2.evaluate.config import from_fields, resolve, run_name
-from celo2.evaluate.setup import accumulated, in_precision
+from celo2.evaluate.program import accumulated, in_precision
 from celo2.rule import Rule, initial_weights
 from celo2.rulefile import digest, load, pretrained, save
 from celo2.runs import checkpoint, records
@@ -199,7 +199,7 @@ def test_accumulated_gradient_is_the_big_batch_s(name):
 
 
 def test_unchained_steps_are_the_chained_ones(tmp_path, whole_run, monkeypatch):
-    monkeypatch.setattr(setup, "_is_slow_in_loops", lambda problem: True)
+    monkeypatch.setattr(program, "_is_slow_in_loops", lambda problem: True)
     monkeypatch.setattr(program, "_programs", {})
     ours, theirs = (of_kind(rows, "train") for rows in (train(tmp_path), whole_run[1]))
     for one, other in zip(ours, theirs, strict=True):
@@ -209,7 +209,7 @@ def test_unchained_steps_are_the_chained_ones(tmp_path, whole_run, monkeypatch):
 
 @pytest.mark.parametrize(("name", "chained"), [("digits-conv", False), ("vit-tiny", True)])
 def test_convolutions_are_not_chained_on_a_cpu(name, chained):
-    assert setup.set_up(resolve(RunConfig(name, "sgd")), blank=True).chained == chained
+    assert program.set_up(resolve(RunConfig(name, "sgd")), blank=True).chained == chained
 
 
 def test_accumulated_run_equals_the_whole_one(tmp_path, whole_run):
@@ -240,7 +240,10 @@ def test_resolved_config_has_the_task_s_own_numbers():
     assert (config.steps, config.batch, config.evaluate_every) == (1000, 64, 100)
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("adamw", 8.0), ("celo2", 15.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [pytest.param("adamw", 8.0, marks=pytest.mark.slow), ("celo2", 15.0)],
+)
 def test_largest_model_is_described_without_data(optimizer, bytes_per_parameter):
     facts = describe(RunConfig("gpt3xl", optimizer, accumulate=8, precision="bfloat16"))
     assert facts["parameters"] == 24 * 12 * 2048**2 + 2 * 50_304 * 2048

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import collectives
 from jax import export
 from jax.experimental.serialize_executable import serialize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.compiled import collectives
 from celo2.jax import grouping, scale_by_celo2
 from celo2.rule import Rule, RuleConfig, initial_weights
 from conftest import run_python
@@ -175,9 +175,8 @@ def measure() -> None:
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    code = (
-        "import sys; sys.path[:0] = ['tests', 'tests/jax']\nimport test_grouping as t; t.measure()"
-    )
+    path = "import sys; sys.path[:0] = ['tests', 'tests/jax', 'benchmarks']"
+    code = f"{path}\nimport test_grouping as t; t.measure()"
     return json.loads(run_python(code, timeout=300))
 
 

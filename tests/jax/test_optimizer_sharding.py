@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from celo2.evaluate.compiled import collectives
 from celo2.jax import Celo2State, celo2, celo2_base
 from celo2.rule import Rule, RuleConfig, initial_weights
 from conftest import REPOSITORY, run_python
@@ -172,7 +172,7 @@ def facts(axis_type: str, name: str, widths: str = "narrow") -> dict[str, Any]:
 @functools.cache
 def all_facts(name: str, axis_types: tuple[str, ...], widths: str) -> list[dict[str, Any]]:
     code = (
-        "import sys; sys.path[:0] = ['tests', 'tests/jax']\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/jax', 'benchmarks']\n"
         "import test_optimizer_sharding as t\n"
         f"t.measure({name!r}, {axis_types!r}, t.WIDTHS[{widths!r}])"
     )

@@ -1,6 +1,7 @@
 """Tries beside a run; the command that tries is a script that prints what it is told."""
 
 import json
+import os
 import sys
 import time
 
@@ -73,8 +74,6 @@ def test_try_is_due_at_multiples_and_at_the_end_of_a_longer_run(tmp_path):
 
 
 def test_result_is_what_the_command_prints_at_a_lower_priority(tmp_path, script):
-    import os
-
     tries = Tries(tmp_path / "heldout", script({"score": 0.5}), 5)
     begin_try(tries, rule_of(7))
     assert tries.begun == 7
@@ -159,3 +158,15 @@ def test_failed_try_is_a_warning_and_the_run_goes_on(tmp_path, script):
     assert rows[-1]["reason"] == "finished" and of_kind(rows, "heldout") == []
     assert "held-out try of iteration 12 failed" in of_kind(rows, "warning")[-1]["cause"]
     assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_try_broken_off_at_the_end_of_a_run_is_made_on_resume(tmp_path, script):
+    out, config = tmp_path / "run", tiny(iterations=10)
+    rows = run(out, config, try_command=SLEEP, try_every=5, stop=stop_after(2))
+    assert rows[-1]["iteration"] == 10 and of_kind(rows, "heldout") == []
+    results = script({"score": 0.5}, {"score": 0.4})
+    rows = run(out, config, try_command=results, try_every=5, resume=True)
+    assert [(row["iteration"], row["score"]) for row in of_kind(rows, "heldout")] == [
+        (5, 0.5),
+        (10, 0.4),
+    ]

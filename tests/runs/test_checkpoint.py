@@ -64,7 +64,8 @@ def test_layout_on_devices_does_not_show_and_nothing_large_is_sent():
     code = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from celo2.evaluate.compiled import collectives
+import sys; sys.path.append("benchmarks")
+from compiled import collectives
 from celo2.runs import checkpoint as f
 array = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
 mesh = jax.make_mesh((2, 2), ("a", "b"))

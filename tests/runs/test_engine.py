@@ -177,6 +177,7 @@ def test_further_rows_come_after_those_of_the_call(tmp_path):
     )
     kinds = [row["kind"] for row in go(tmp_path, job)]
     assert kinds == ["start", "train", "train", "more", "end"]
+    assert [row["kind"] for row in go(tmp_path, job, resume=True)] == ["start", "more", "end"]
 
 
 def test_run_can_be_over_early(tmp_path):

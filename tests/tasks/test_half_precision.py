@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from celo2.evaluate.setup import in_precision
+from celo2.evaluate.program import in_precision
 from celo2.tasks import Corpus, LMConfig, Task, language_model
 
 BATCH, LENGTH = 32, 64

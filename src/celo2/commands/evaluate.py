@@ -265,6 +265,7 @@ def try_rule(
         list(dict.fromkeys((rule, *others))), size, data=data, adam_multiplier=adam_multiplier
     )
     folder = RunFolder(Path(out) if out else Path("runs") / f"try-{size}")
+    say(f"the {size} suite, {count_all_runs(plan)} runs in {folder.path}")
     with stop_on_signal(say) as asked, locked(folder):
         made = run_sweep(plan, folder.path, data=data, stop=asked)
         outcomes = list(show_outcomes(made, count_all_runs(plan)))
@@ -315,14 +316,14 @@ def plot(run: str, out: str | None = None) -> None:
 
 def show(rows: Iterable[Row], config: RunConfig) -> Iterator[Row]:
     """Draws a bar from the rows: the metric in training, its newest validation, time left."""
-    told: dict[str, str] = {}
+    values: dict[str, str] = {}
     metric = find_task(config.task).metric
     with progress_bar(config.steps, "step") as bar:
         for row in rows:
             if row["kind"] in ("train", "valid"):
                 value = row["metrics"].get(metric)
-                told[row["kind"]] = "-" if value is None else f"{value:.4f}"
-                bar.set_postfix(told, refresh=False)
+                values[row["kind"]] = "-" if value is None else f"{value:.4f}"
+                bar.set_postfix(values, refresh=False)
             if "step" in row:
                 bar.update(row["step"] - bar.n)
             yield row

@@ -18,6 +18,7 @@ from celo2.metatrain import PRESETS, Diverged, Limits, MetaConfig, metatrain
 from celo2.metatrain import status as read_status
 from celo2.metatrain.config import from_fields, read_toml
 from celo2.metatrain.families import count_problems
+from celo2.metatrain.heldout import trained_on
 from celo2.metatrain.loop import HELDOUT
 from celo2.runs.fields import search_working_directory, to_fields
 from celo2.runs.folder import RunFolder
@@ -28,6 +29,7 @@ from celo2.runs.processes import (
     cores,
     ending_together,
     is_primary,
+    largest_divisor,
     start_devices,
     stop_on_signal,
 )
@@ -38,8 +40,9 @@ from celo2.runs.records import Row
 class Options:
     """Meta-train a rule.
 
-    Without image sets at hand it trains on scikit-learn's digits. Ctrl-C and SIGTERM save first
-    (exit status 130 and 143), a second one ends at once; a run that diverged has status 3.
+    Without image sets in the data folder it trains on scikit-learn's digits. Ctrl-C and SIGTERM
+    save first (exit status 130 and 143), a second one ends at once; a run that diverged has
+    status 3.
 
     Args:
         out: the run's folder.
@@ -53,8 +56,8 @@ class Options:
         data: folder of the image sets; by default CELO2_DATA, else the cache folder.
         launch: processes and devices; by default a CPU device for each core that can share the
             problems, or 1 if there are several processes.
-        try_every: iterations between tries on held-out problems (`celo2 try`), which go on beside
-            the run; 0 never tries.
+        try_every: iterations between tries on held-out problems (`celo2 try`), which run beside
+            it; 0 never tries.
         try_size: which suite of problems; by default full where the data folder has the images.
         patience: iterations in a row that may go wrong before a run is given up.
         max_weight_norm: norm of the rule's weights above which a run is given up.
@@ -154,11 +157,6 @@ def default_devices(options: Options) -> int:
     return largest_divisor(math.gcd(*count_problems(options.meta, options.data)), cores())
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` up to `limit`."""
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
-
-
 def try_command(options: Options) -> list[str] | None:
     """The command that tries a rule file; None for a run without tries."""
     if options.try_every < 1:
@@ -175,7 +173,7 @@ def show(rows: Iterable[Row], total: int) -> Iterator[Row]:
     start = next(rows)  # before the bar: a run that is refused draws none
     say(_start_line(start))
     yield start
-    told = False
+    warned = False
     with progress_bar(total, "it", start["iteration"]) as bar:
         for row in rows:
             iteration = row["iteration"]
@@ -189,28 +187,18 @@ def show(rows: Iterable[Row], total: int) -> Iterator[Row]:
             else:
                 text = row.get("cause") or heldout_line(row)
                 bar.write(f"iteration {iteration}: {text}", file=sys.stderr)
-            if row["kind"] == "heldout" and not told:
-                told = True
+            if row["kind"] == "heldout" and not warned:
+                warned = True
                 if seen := trained_on(row.get("problems", {}), start["data"]):
                     bar.write(_seen_line(seen), file=sys.stderr)
             yield row
 
 
 def heldout_line(row: Row) -> str:
-    """The score of a rule on held-out problems, against each baseline where they are told apart."""
+    """The score of a rule on held-out problems, against each baseline where there are several."""
     scores = {f" against {name}": found for name, found in row.get("against", {}).items()}
     parts = (describe_score(found) + name for name, found in (scores or {"": row}).items())
     return f"held-out score {', '.join(parts)}"
-
-
-def trained_on(problems: Iterable[str], data: Iterable[str]) -> list[str]:
-    """The held-out problems on the images that the rule is made with.
-
-    >>> trained_on(["vit-svhn", "text-tiny"], ["mnist", "convnet/svhn"])
-    ['vit-svhn']
-    """
-    images = {name.rpartition("/")[2] for name in data}
-    return [problem for problem in problems if images & set(problem.split("-"))]
 
 
 def _start_line(row: Row) -> str:

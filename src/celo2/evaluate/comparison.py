@@ -1,4 +1,4 @@
-"""What the runs of a recipe came to, read from their records; tables and figures only show it."""
+"""The results of a recipe's runs, read from their records: the best settings, costs, caveats."""
 
 import json
 import math
@@ -196,7 +196,7 @@ def unpack(path: str | PathLike, folder: str | PathLike) -> int:
 
 
 def thin_rows(rows: Sequence[Row], train_rows: int = TRAIN_ROWS) -> list[Row]:
-    """The rows without most of the train rows: `train_rows` stay, evenly spread, the last included.
+    """The rows with `train_rows` of the train rows, at equal distances, the last included.
 
     >>> rows = [{"kind": "train", "step": step} for step in range(1, 7)]
     >>> [row["step"] for row in thin_rows([*rows, {"kind": "end", "step": 6}], train_rows=3)]
@@ -263,7 +263,7 @@ def read_sweep(folder: str | PathLike, known: Mapping[str, Sequence[Row]] | None
         raise ValueError(f"{folder} is cut off: it lists {missing[0]} and does not hold it.")
     runs = {name: Outcome(name, config, rows[name]) for name, config in names.items()}
     if not any(run.end is not None for run in runs.values()):
-        raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` go on first.")
+        raise FileNotFoundError(f"no run in {folder} has ended: let `celo2 sweep` continue first.")
     tasks = compare([runs[name] for name in tuning], [runs[name] for name in final])
     return Sweep(str(index.get("recipe", folder.name)), index, list(runs.values()), tasks)
 
@@ -327,7 +327,7 @@ def costs_of(entry: Entry) -> Costs:
 
 
 class Reached(NamedTuple):
-    """When a run came to the baseline's final score, and how much sooner that is."""
+    """When a run reached the baseline's final score, and how much sooner that is."""
 
     steps: float
     speed_up: float
@@ -354,7 +354,7 @@ def best_curve(entry: Entry, kind: str, field: str, name: str) -> list[Point]:
 
 
 def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> float | None:
-    """The step at which a curve first comes to the target, between its points on straight lines.
+    """The step at which a curve first reaches the target, between its points on straight lines.
 
     >>> steps_to_reach([(0, 4.0), (10, 2.0)], 2.5, higher=False)
     7.5
@@ -372,7 +372,7 @@ def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> floa
 
 
 def reach(entry: Entry, baseline: Entry) -> Reached | None:
-    """When the mean validation curve comes to the baseline's final mean.
+    """When the mean validation curve reaches the baseline's final mean.
 
     None if it never does, or if a seed diverged.
     """
@@ -468,7 +468,7 @@ def caveats(entries: Sequence[Entry]) -> list[str]:
         found = [f"Equal tuning budgets: {budgets[0]} for each optimizer, in runs."]
     work = unlike_work([run.config for entry in entries for run in entry.tuning])
     found += [f"Not the same problem: {what}." for what in work]
-    return found + [f"{entry.label}: {note}" for entry in entries for note in _caveats_of(entry)]
+    return found + [f"{entry.label}: {text}" for entry in entries for text in _caveats_of(entry)]
 
 
 def data_caveats(sweep: Sweep) -> list[str]:
@@ -494,9 +494,9 @@ def _caveats_of(entry: Entry) -> list[str]:
     if len({run.config.learning_rate for run in entry.tuning}) == 1:
         found.append("one learning rate only; it was not tuned.")
     if best.score is None:
-        found.append("no setting came to a score.")
+        found.append("no setting has a score.")
     elif sum(run.score is not None for run in entry.seeds) == 1:
-        found.append("a single seed; its spread is unknown.")
+        found.append("a single seed; its variance is unknown.")
     if entry.lost:
         found.append(f"{entry.lost} of {len(entry.seeds)} seeds diverged at the best rate.")
     if waiting := sum(run.state == "waiting" for run in runs):

@@ -197,7 +197,7 @@ class RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The config with the usual numbers in place of every None that stands for them."""
+    """The config with the task's and the optimizer's own numbers in place of None."""
     spec = find_task(config.task)
     steps = config.steps or spec.steps
     variant = find_variant(config.optimizer)

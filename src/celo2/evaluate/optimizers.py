@@ -176,7 +176,7 @@ class NormState(NamedTuple):
 
 
 def with_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, whose state also tells how large its latest update and the parameters before it are.
+    """`tx`, whose state also has the RMS of its latest update and of the parameters before it.
 
     Groups are the same for all optimizers: `hidden` matrices, which Celo2's rule and Muon update,
     and `other` tensors, which both leave to AdamW.

@@ -1,10 +1,15 @@
-"""A run's compiled parts: steps, chained in one call where that is faster, and a validation."""
+"""A run's task, optimizer and trainer put together, and compiled: steps and a validation.
+
+Steps are chained in one call where that is faster.
+"""
 
 import dataclasses
+import inspect
+import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +21,30 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.config import RunConfig, resolve, shared_name, split_lstm
-from celo2.evaluate.optimizers import load_rule, schedule_shape
-from celo2.evaluate.setup import Batches, Setup, check_metric, count_bytes, place_weights, set_up
+from celo2.evaluate.config import RunConfig, find_task, resolve, shared_name, split_lstm
+from celo2.evaluate.optimizers import (
+    group_leaves,
+    load_rule,
+    make_optimizer,
+    schedule_shape,
+    with_norms,
+)
+from celo2.evaluate.sharding import (
+    Batches,
+    batch_shapes,
+    check_batch,
+    in_mesh,
+    on_mesh,
+    optimizer_specs,
+    parameter_specs,
+    place_arrays,
+    put,
+    shard_batch,
+)
 from celo2.rule import Rule
 from celo2.rulefile import digest
+from celo2.runs.checkpoint import digest_arrays, like_tree, name_arrays
+from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
 from celo2.velo import CELO, VELO, VeloRule, initial_weights
 
 KEPT = 16  # programs
@@ -28,8 +52,275 @@ _programs: dict[Any, "Program"] = {}  # the newest last
 VALIDATION_KEY = 1  # the same in every run: all are judged by the same batches
 
 
+class Setup(NamedTuple):
+    """How a run trains; `data` is None for a task that has none.
+
+    The learning rate and the rule's weights are arguments, so that all rates and all rules of a
+    config share one compiled program.
+    """
+
+    config: RunConfig
+    mesh: Mesh | None  # None is one device
+    data: Any  # arrays on the devices, or a Stream
+    given: Any  # what a step gets: those arrays, or the shapes of a batch
+    checksum: str  # SHA-256 of the data
+    rule: str | None  # SHA-256 of the rule
+    weights: dict[str, Array]  # of the rule, none without one
+    trainer: Callable[..., Trainer]  # data[, learning rate, weights] -> …
+    abstract: Any  # shapes of the trainer's state, and places if there is a mesh
+    chained: bool  # whether steps should be compiled into a loop
+    sizes: dict[str, Any]
+
+    @property
+    def spec(self) -> TaskSpec:
+        """The entry of its task."""
+        return find_task(self.config.task)
+
+
+def set_up(
+    config: RunConfig,
+    data: str | PathLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    blank: bool = False,
+    rule: Rule | None = None,
+) -> Setup:
+    """The parts of a resolved config; `blank` takes shapes in place of the data.
+
+    The rule is the optimizer's, unless one is given.
+    """
+    spec = find_task(config.task)
+    made, checksum = (
+        _make_blank(config)
+        if blank
+        else _make(config.task, config.text, config.batch, config.remat, data)
+    )
+    problem = _adjust(made, config, mesh)
+    rule = load_rule(config.optimizer) if rule is None else rule
+    assert config.steps is not None
+    shape = schedule_shape(config, config.steps * spec.updates_per_step)
+
+    def optimizer(rate: Array | float, weights: Mapping[str, Array]):
+        used = None if rule is None else replace(rule, weights=weights)
+        return with_norms(make_optimizer(config, used, lambda count: rate * shape(count)))
+
+    weights = place_weights(rule, mesh)
+
+    def trainer(
+        arrays: Any, rate: Array | float = 1.0, weights: Mapping[str, Array] = weights
+    ) -> Trainer:
+        tx = optimizer(rate, weights)
+        if not isinstance(problem, Task):
+            return spec.train(problem, tx)
+        return supervised(problem._replace(data=arrays), tx, batches if chained else 1)
+
+    batches = config.evaluation_batches
+    arrays = problem.data if isinstance(problem, Task) else None
+    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem)
+    arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
+    given = batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
+    abstract = jax.eval_shape(lambda key: trainer(given).init(key), jax.random.key(0))
+    if mesh is not None:
+        specs = parameter_specs(abstract.params, mesh)
+        inner = optimizer_specs(optimizer(1.0, weights), abstract.params, specs, mesh)
+        abstract = on_mesh(abstract, type(abstract)(specs, inner), mesh)
+    return Setup(
+        config=config,
+        mesh=mesh,
+        data=arrays,
+        given=given,
+        checksum=checksum,
+        rule=None if rule is None else digest(rule),
+        weights=weights,
+        trainer=trainer,
+        abstract=abstract,
+        chained=chained,
+        sizes=_sizes(config, problem, abstract),
+    )
+
+
+def place_weights(rule: Rule | None, mesh: Mesh | None) -> dict[str, Array]:
+    """The rule's arrays on every device."""
+    arrays = {} if rule is None else {k: np.asarray(w, np.float32) for k, w in rule.weights.items()}
+    return jax.tree.map(jnp.asarray, arrays) if mesh is None else place_arrays(arrays, mesh)
+
+
+def check_metric(setup: Setup, valid: Iterable[str]) -> None:
+    """Refuses a task that does not give the metric by which its runs are compared."""
+    if setup.spec.metric not in valid:
+        raise ValueError(
+            f"runs of {setup.config.task} are compared by {setup.spec.metric!r}, which is not "
+            f"among its metrics, {', '.join(sorted(valid))}: give its TaskSpec one of them."
+        )
+
+
+def count_bytes(tree: Any) -> int:
+    """The bytes of all arrays, or of what they would take."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@lru_cache(maxsize=1)
+def _make(
+    task: str, text: str | None, batch: int | None, remat: bool, data: Any
+) -> tuple[Any, str]:
+    """The task and the SHA-256 of its data; the newest is kept for the next run of a sweep."""
+    made = _call(task, find_task(task).make, batch=batch, data=data, text=text, remat=remat or None)
+    if isinstance(made, Task) and isinstance(made.data, Stream):
+        return made, made.data.checksum
+    arrays = name_arrays(jax.tree.map(np.asarray, made.data)) if isinstance(made, Task) else {}
+    return made, digest_arrays(arrays)
+
+
+def _make_blank(config: RunConfig) -> tuple[Any, str]:
+    spec = find_task(config.task)
+    options = {"batch": config.batch, "remat": config.remat or None}
+    return _call(config.task, spec.blank or spec.make, **options), ""
+
+
+def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
+    """`make` with the options that were given, if it takes them."""
+    takes = inspect.signature(make).parameters
+    given = {name: value for name, value in options.items() if value is not None}
+    if "data" not in takes:
+        given.pop("data", None)  # a folder for all tasks of a sweep
+    if unknown := [name for name in given if name not in takes]:
+        raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} is nothing that {task} takes.")
+    made = make(**given)
+    if find_task(task).train is supervised and not isinstance(made, Task):
+        raise ValueError(f"task={task!r} returned a {type(made).__name__}, not a Task.")
+    return made
+
+
+def _adjust(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
+    if not isinstance(made, Task):
+        if mesh is not None:
+            raise ValueError(f"{config.task} runs on one device: leave the mesh out.")
+        for name, usual in (("accumulate", 1), ("precision", "float32")):
+            if getattr(config, name) != usual:
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r} is for supervised tasks; {config.task} "
+                    f"has {usual!r} only."
+                )
+        return made
+    if config.precision != "float32":
+        made = in_precision(made, jnp.dtype(config.precision))
+    if config.accumulate > 1:
+        made = accumulated(made, config.accumulate)
+    if mesh is None:
+        return made
+    check_batch(config.batch, config.accumulate, mesh)
+    sample = made.sample
+    return made._replace(sample=lambda *draw: shard_batch(sample(*draw), mesh))
+
+
+def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
+    """What a report needs to know of the model and its batches."""
+    groups = group_leaves(abstract.params)
+    counts = {name: sum(math.prod(x.shape) for x in xs) for name, xs in groups.items()}
+    return {
+        "parameters": sum(counts.values()),
+        "parameters_by_group": counts,
+        "tensors": len(jax.tree.leaves(abstract.params)),
+        "state_bytes": count_bytes(abstract.optimizer.inner),
+        "examples_per_step": config.batch if isinstance(problem, Task) else None,
+        "tokens_per_step": _tokens(problem),
+    }
+
+
+def _is_slow_in_loops(problem: Any) -> bool:
+    """Whether the loss has convolutions, on a CPU: XLA makes them 17 times as slow in a loop."""
+    if jax.default_backend() != "cpu" or not isinstance(problem, Task):
+        return False
+    params = jax.eval_shape(problem.init, jax.random.key(0))
+    return "conv_general_dilated" in str(jax.make_jaxpr(problem.loss)(params, _batch(problem)))
+
+
+def _batch(problem: Task) -> Any:
+    """The shapes of a training batch."""
+    if isinstance(problem.data, Stream):
+        return problem.data.example
+    return jax.eval_shape(lambda key: problem.sample(problem.data, key, "train"), jax.random.key(0))
+
+
+def _tokens(problem: Any) -> int | None:
+    """The tokens a step predicts, where a batch is rows of them; else None."""
+    if not isinstance(problem, Task):
+        return None
+    batch = _batch(problem)
+    if not (hasattr(batch, "ndim") and batch.ndim == 2):
+        return None
+    return batch.shape[0] * (batch.shape[1] - 1)
+
+
+def in_precision(task: Task, dtype: Any) -> Task:
+    """The task with its model's arithmetic in `dtype`; parameters and gradients stay as they are.
+
+    The tasks' own losses are float32 sums even so, and gathered parameters are cast by the task.
+    """
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def loss(params, batch):
+        named = name_arrays(params)
+        _check_gathered(task, named)
+        half = {name: x if name in task.gathered else cast(x) for name, x in named.items()}
+        value, metrics = task.loss(like_tree(params, half), jax.tree.map(cast, batch))
+        return value.astype(jnp.float32), metrics
+
+    return task._replace(loss=loss)
+
+
+def accumulated(task: Task, parts: int) -> Task:
+    """The task whose gradient is the mean of its batch's parts, computed one after the other.
+
+    Only one part's activations are alive at a time. The loss must be a mean over the batch, whose
+    arrays all have the examples first.
+    """
+
+    def split(batch):
+        # Every parts-th example, not runs of them: examples stay on the devices they are on.
+        cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
+
+    def mean_over(function, batch):
+        """The mean of `function` over the parts, added up in the order of the parts."""
+        pieces = split(batch)
+        shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(total, piece):
+            return jax.tree.map(jnp.add, total, function(piece)), None
+
+        total, _ = jax.lax.scan(add, start, pieces)
+        return jax.tree.map(lambda x: x / parts, total)
+
+    @jax.custom_vjp
+    def loss(params, batch):
+        return mean_over(lambda piece: task.loss(params, piece), batch)
+
+    def forward(params, batch):
+        gradient = jax.value_and_grad(task.loss, has_aux=True)
+        return mean_over(lambda piece: gradient(params, piece), batch)
+
+    def backward(grads, cotangents):
+        # The metrics are for reading only: no gradient comes back through them.
+        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, grads), None
+
+    loss.defvjp(forward, backward)
+    return task._replace(loss=loss)
+
+
+def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
+    if unknown := [name for name in task.gathered if name not in params]:
+        raise ValueError(
+            f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
+            f"{', '.join(params)}."
+        )
+
+
 class Advanced(NamedTuple):
-    """What steps came to: the last one made, and whether its loss was finite.
+    """The result of some steps: the last one made, and whether its loss was finite.
 
     Metrics are means over the steps, of integers the last; norms are those of the last update.
     """
@@ -97,15 +388,15 @@ class Program(NamedTuple):
                 if jax.default_backend() == "cpu" and not carry.finite:
                     break
         step = int(carry.step)
-        told = jax.device_get((carry.totals, carry.state.optimizer.norms))
-        totals, norms = jax.tree.map(lambda x: x.item(), told)
+        results = jax.device_get((carry.totals, carry.state.optimizer.norms))
+        totals, norms = jax.tree.map(lambda x: x.item(), results)
         means = {k: v / (step - first) if isinstance(v, float) else v for k, v in totals.items()}
         return carry.state, Advanced(step, bool(carry.finite), means, norms)
 
     def evaluate(self, state: Any) -> dict[str, float]:
         """The validation metrics."""
         batches = Batches(self.setup.data, "valid", VALIDATION_KEY, self.setup.mesh)
-        calls = range(1 if self.setup.chained else self.setup.evaluations)
+        calls = range(1 if self.setup.chained else self.setup.config.evaluation_batches)
         numbers = [self._put(i, jnp.int32) for i in calls]
         found = [self.evaluate_compiled(batches.at(i), state, numbers[i]) for i in calls]
         rows = [jax.tree.map(float, jax.device_get(row)) for row in found]
@@ -190,20 +481,6 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
         return metrics, advance.lower(setup.given, rate, setup.weights, seed, carry, *last)
 
 
-def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
-    """Where optimizers find the mesh, to choose what its devices share."""
-    return nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:
-    """A small array on every device."""
-    array = np.asarray(value, dtype)
-    if mesh is None:
-        return jnp.asarray(array)
-    everywhere = NamedSharding(mesh, P())
-    return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
-
-
 def _step(setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry) -> Carry:
     """One step; after a loss that was not finite, steps no longer count."""
     _, key = _keys(seed)
@@ -230,7 +507,7 @@ def _evaluate(setup: Setup, data: Any, state: Any, number: Array) -> dict[str, A
     """The validation, or that number of its batches if they come one by one."""
     key = jax.random.key(VALIDATION_KEY)
     if not setup.chained:
-        key = jax.random.split(key, setup.evaluations)[number]
+        key = jax.random.split(key, setup.config.evaluation_batches)[number]
     return setup.trainer(data).evaluate(state, key)
 
 

@@ -21,8 +21,8 @@
     [optimizers.celo2.tasks.text-tiny]                        # on one task only
     learning_rates = [2e-3, 4e-3]
 
-What is said of an optimizer on a task comes before what is said of the optimizer, that before the
-task's, that before [run].
+Fields of an optimizer on a task override those of the optimizer, these those of the task, and these
+those of [run].
 """
 
 import itertools

@@ -46,7 +46,7 @@ th:first-child, td:first-child, .facts td { text-align: left; }
 .best { font-weight: 700; }
 .scroll td:first-child { position: sticky; left: 0; background: #fff; }
 @media (max-width: 40rem) { .scroll { box-shadow: inset -9px 0 9px -9px #57606a; } }
-.notes { background: #fff8e5; border-left: 4px solid #d4a72c; padding: .5rem 1rem .5rem 2rem;
+.caveats { background: #fff8e5; border-left: 4px solid #d4a72c; padding: .5rem 1rem .5rem 2rem;
   overflow-wrap: anywhere; }
 .figures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
@@ -59,7 +59,7 @@ READ = (
     "is among both was looked at when choosing, which flatters its score a little. The range is "
     "from the lowest to the highest seed; bold is the best mean, however small its lead. Speed-up "
     "is AdamW's number of steps, divided by the step at which the mean validation curve first "
-    "comes to AdamW's final mean, on straight lines between validations; it counts steps, not "
+    "reaches AdamW's final mean, on straight lines between validations; it counts steps, not "
     "seconds. Learning-rate schedules end at the last step, so a shorter run would need a "
     "schedule of its own to be as good. Times are medians over runs, and another load on the "
     "machine changes them; runs of a sweep share compiled programs."
@@ -89,7 +89,7 @@ def build_page(sweep: Sweep) -> str:
 <body>
 <h1>{escape(title)}</h1>
 {_facts_table(facts(sweep))}
-{_notes(data_caveats(sweep))}
+{_caveat_list(data_caveats(sweep))}
 {sections}
 <h2>How to read this</h2>
 <p class="small">{escape(READ)}</p>
@@ -102,7 +102,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Where the records come from; what differs between runs is given in all its forms."""
     rows = [row for run in sweep.runs for row in run.rows]
     starts = [row for row in rows if row.get("kind") == "start"]
-    told = [row for row in rows if row.get("versions")]
+    started = [row for row in rows if row.get("versions")]
     ended = sum(run.end is not None for run in sweep.runs)
     times = [row["time"] for row in starts if row.get("time") is not None]
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(moment)) for moment in times})
@@ -110,8 +110,10 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
     lines = [(key, str(sweep.index[key])) for key in TEXTS if sweep.index.get(key)]
     lines += [("runs", f"{ended} of {len(sweep.runs)} ended")]
     lines += [("date (UTC)", " to ".join(dict.fromkeys((days[0], days[-1]))))] if days else []
-    lines += [("versions", text) for text in _distinct(row["versions"] for row in told)]
-    lines += [("hardware", text) for text in _distinct(row.get("hardware") or {} for row in told)]
+    lines += [("versions", text) for text in _distinct(row["versions"] for row in started)]
+    lines += [
+        ("hardware", text) for text in _distinct(row.get("hardware") or {} for row in started)
+    ]
     return lines + [("rule", f"{label}: SHA-256 {rule}") for label, rule in sorted(rules)]
 
 
@@ -125,7 +127,7 @@ def _section(sweep: Sweep, task: str) -> str:
     return f"""<h2>{escape(task)}</h2>
 <p>{escape(about)}</p>
 {_table(score_table(entries), _winner(entries, higher))}
-{_notes(caveats(entries))}
+{_caveat_list(caveats(entries))}
 <div class="figures">
 {figures}
 </div>
@@ -133,9 +135,9 @@ def _section(sweep: Sweep, task: str) -> str:
 {_table(cost_table(entries))}"""
 
 
-def _notes(sentences: Sequence[str]) -> str:
+def _caveat_list(sentences: Sequence[str]) -> str:
     lines = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="notes">{lines}</ul>' if lines else ""
+    return f'<ul class="caveats">{lines}</ul>' if lines else ""
 
 
 def _parameters(entries: Sequence[Entry]) -> str:

@@ -25,7 +25,7 @@ from celo2.rulefile import write_whole
 from celo2.runs import records
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunTaken
-from celo2.runs.processes import cores, is_primary, some_process
+from celo2.runs.processes import Asked, cores, is_primary, some_process
 
 POLL_SECONDS = 0.5
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
@@ -94,7 +94,7 @@ def _make_all(
     while waiting:
         taken = []
         for found in waiting:
-            if some_process(stop())[0]:  # also: none goes on before all have ended the last run
+            if some_process(stop())[0]:  # also: none continues before all have ended the last run
                 return done
             outcome = make(found)
             if outcome.state == "waiting":
@@ -150,7 +150,7 @@ def _write_index(folder: Path, recipe: Recipe, part: bool, finals: Sequence[RunC
     write_whole(folder / INDEX, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop: Stop) -> bool:
+def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop: Asked) -> bool:
     """Has as many processes as there are devices make a sweep's runs; True if one ended badly.
 
     Args:
@@ -163,7 +163,7 @@ def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop:
     with ExitStack() as stack:
         workers = []
         for i, device in enumerate(devices):
-            # Sessions of their own: Ctrl-C comes to us, and we pass it on once.
+            # Sessions of their own: Ctrl-C reaches this process, which passes it on once.
             worker = subprocess.Popen(
                 [*command, "--first", str(i * runs // len(devices))],
                 env=dict(os.environ) | ({name: device for name in VISIBLE} if device else {}),
@@ -173,10 +173,11 @@ def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop:
             )
             workers.append(worker)
             stack.callback(worker.terminate)
-        told = False
+        stop.leave = stack.close  # a second signal ends the workers at once, too
+        passed_on = False
         while any(worker.poll() is None for worker in workers):
-            if stop() and not told:
-                told = True
+            if stop() and not passed_on:
+                passed_on = True
                 for worker in workers:
                     worker.terminate()
             time.sleep(POLL_SECONDS)

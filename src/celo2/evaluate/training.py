@@ -22,7 +22,7 @@ and infinities are null:
             run early), metrics (of the last validation, null if diverged), score (the metric by
             which runs are compared), seconds, seconds_per_step, compile_seconds (of this program,
             which runs of a sweep share), state_bytes, temporary_bytes (of a step, as compiled),
-            peak_bytes (of the device, if it tells, and of the process).
+            peak_bytes (of the device, where it is known, and of the process).
 
 Groups are `hidden` matrices, which Celo2's rule and Muon update, and `other` tensors, which both
 leave to AdamW; they are the same for all optimizers. A run that was interrupted and resumed has
@@ -41,7 +41,7 @@ from jax.sharding import Mesh
 from celo2.evaluate.config import RunConfig, from_fields, resolve
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import Program, build
-from celo2.evaluate.setup import Batches
+from celo2.evaluate.sharding import Batches
 from celo2.rulefile import digest
 from celo2.runs import processes, records
 from celo2.runs.engine import Advanced, Job, run_job

@@ -1,6 +1,7 @@
 """A rule beside other optimizers on the validation suite, which is a recipe like any other."""
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from celo2.evaluate.comparison import Entry, Outcome, as_text, compare, score_range, sensitivity
 from celo2.evaluate.config import RunConfig
 from celo2.evaluate.optimizers import load_rule
-from celo2.evaluate.recipe import Recipe, choose, read_recipe
+from celo2.evaluate.recipe import Recipe, choose, parse
 from celo2.tasks.datafiles import data_folder
 from celo2.tasks.images import image_file
 from celo2.tasks.text import text_files
@@ -46,13 +47,17 @@ def validation_recipe(
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
         adam_multiplier: the rate of Adam beside every rule, as a multiple of the rule's.
     """
-    path = FILES[size]
-    known = {config.label for config in read_recipe(path).runs}
+    content = tomllib.loads(FILES[size].read_text("utf-8"))
     for label in labels:
-        if label not in BASELINES and load_rule(label) is None:
+        if label in BASELINES:
+            continue
+        rule = load_rule(label)
+        if rule is None:
             raise ValueError(f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule.")
-    plan = read_recipe(path, {label: label for label in labels if label not in known})
-    plan = choose(plan, labels)
+        # Without Newton–Schulz the best rates are AdamW's rather than Muon's.
+        tuned_as = "celo2" if rule.config.orthogonalize else "celo2-base"
+        content["optimizers"][label] = content["optimizers"][tuned_as] | {"optimizer": label}
+    plan = choose(parse(content, FILES[size].stem), labels)
 
     def adjust(config: RunConfig) -> RunConfig:
         if config.text and not all(file.is_file() for file in text_files(config.text, folder)):
@@ -66,7 +71,7 @@ def validation_recipe(
 
 
 def judge(recipe: Recipe, outcomes: Sequence[Outcome], rule: str) -> dict[str, Any]:
-    """What a rule came to, as JSON, relative to the other optimizers of the recipe.
+    """The results of a rule, as JSON, relative to the other optimizers of the recipe.
 
     `score` is the mean of log(loss / the baseline's loss) over tasks and seeds, the baseline being
     the first of the others; `against` has it for each of them. `error` is its standard error over

@@ -7,7 +7,7 @@ command printed (`result.json`, `log.txt`) and what else it leaves there.
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def _start(tries: Tries, rule: Rule) -> None:
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     result, log = tries.folder / "result.json", tries.folder / "log.txt"
     with result.open("wb") as out, log.open("wb") as err:
-        # A session of its own: Ctrl-C comes to the run, which passes it on.
+        # A session of its own: Ctrl-C reaches the run, which passes it on.
         tries.process = subprocess.Popen(
             [*tries.command, str(tries.rule_file)],
             env=environment,
@@ -124,3 +124,13 @@ def _start(tries: Tries, rule: Rule) -> None:
     if hasattr(os, "setpriority"):  # which Windows has not
         priority = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, tries.process.pid, min(priority + NICE, 19))
+
+
+def trained_on(problems: Iterable[str], data: Iterable[str]) -> list[str]:
+    """The held-out problems on the images that the rule is made with.
+
+    >>> trained_on(["vit-svhn", "text-tiny"], ["mnist", "convnet/svhn"])
+    ['vit-svhn']
+    """
+    images = {name.rpartition("/")[2] for name in data}
+    return [problem for problem in problems if images & set(problem.split("-"))]

@@ -396,7 +396,7 @@ def check_iterations(
     """What is wrong with the iterations that end with number `last`.
 
     `weights` is how many the rule has. A streak is reported once, at a tenth of the patience, and
-    is fatal at its end, but for an idle one; what cannot heal is fatal at once.
+    is fatal at its end, but for an idle one; what cannot recover is fatal at once.
     """
     troubles: list[Trouble] = []
     first = last - len(metrics.loss) + 1

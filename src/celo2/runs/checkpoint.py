@@ -143,7 +143,7 @@ def open_manager(folder: Path) -> ocp.CheckpointManager:
 def save(
     manager: ocp.CheckpointManager, iteration: int, state: Any, meta: Mapping[str, Any]
 ) -> None:
-    """Starts to write a checkpoint; `finish` tells how it went. `meta` holds config and data."""
+    """Starts to write a checkpoint; `finish` waits for it. `meta` holds config and data."""
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
     arrays = name_arrays(_copy(without_keys(state)))
     meta = {**meta, "format": FORMAT, "iteration": iteration}

@@ -57,7 +57,8 @@ class Job:
         first_rows: state, done -> the rows of a process that takes the run up.
         last_row: state, done, reason -> the end row, if there is one: the reason is finished,
             stopped, time is up or diverged.
-        follow: state, done -> further rows after a call, which may take their time.
+        follow: state, done -> further rows after a call, which may take their time; also where a
+            run is resumed at its end.
         memory: what a checkpoint holds besides the state, as JSON.
         recall: takes that back from the checkpoint a run is resumed from.
         export: state, done -> writes what goes with a checkpoint.
@@ -218,6 +219,8 @@ def _go_on(
 ) -> Iterator[Row]:
     job, reason = run.job, "finished"
     first = run.done
+    if run.done >= job.total:  # it was stopped while it waited for what follows
+        yield from (_record(run, row) for row in job.follow(run.state, run.done))
     while run.done < job.total:
         until = next_stop(run.done, job.total, job.periods)
         asked, late, due = some_process(

@@ -50,7 +50,7 @@ def _flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the field's type has it: an int may stand for a float, a list for a tuple."""
+    """`value` as the field's type has it: an int for a float and a list for a tuple are fine."""
     kind, of = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         return None if value is None else _fit(of[0], value, name)

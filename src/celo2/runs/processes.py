@@ -120,7 +120,7 @@ ALONE = Launch()
 
 
 def start_devices(launch: Launch, default: int = 1) -> None:
-    """Makes the CPU devices, `default` of them unless told, and joins the other processes.
+    """Makes the CPU devices, `default` of them unless given, and joins the other processes.
 
     Must come before anything else is asked of JAX.
     """
@@ -268,8 +268,13 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` up to `limit`."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
 def peak_bytes() -> dict[str, int | None]:
-    """The most memory this process has held so far: on its first device (if told), and of its own.
+    """The most memory held so far: on the first device, if known, and by this process.
 
     A process that has made several runs gives the largest of them.
     """

@@ -1,4 +1,4 @@
-from celo2.evaluate.compiled import Sent, collectives
+from compiled import Sent, collectives
 
 HLO = """
 HloModule step

@@ -1,0 +1,169 @@
+"""Where a run's arrays are on a mesh of devices: data, batches, parameters, optimizer state.
+
+Everything here also takes no mesh, which is a single device.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from celo2.jax.optimizer import leaf_paths
+from celo2.runs.processes import DATA, MODEL
+from celo2.tasks import Part, Split, Stream
+
+# Layers whose outputs, or inputs, are sharded over the model axis.
+BY_COLUMNS = ("q", "k", "v", "up", "lm_head")
+BY_ROWS = ("o", "down", "embed")
+SMALLEST = 2  # axes of a tensor that is cut; smaller ones are on every device
+
+
+class Batches:
+    """What a step or a validation is given as its data.
+
+    Batches are read ahead while the devices work. Asking for the steps in order is fast; any other
+    step is found as well.
+    """
+
+    def __init__(self, data: Any, split: Split, seed: int, mesh: Mesh | None):
+        self._data, self._seed, self._mesh = data, seed, mesh
+        self._split: Split = split
+        self._next, self._batches = -1, iter(())
+
+    def at(self, step: int) -> Any:
+        """The data of that step."""
+        if not isinstance(self._data, Stream):
+            return self._data
+        if step != self._next:
+            self._batches = self._open(step)
+        self._next = step + 1
+        return place_batch(next(self._batches), self._data.example, self._mesh)
+
+    def _open(self, step: int) -> Iterator[Any]:
+        assert isinstance(self._data, Stream)
+        part = Part(jax.process_index(), jax.process_count())
+        return self._data.batches(self._split, self._seed, step, part)
+
+
+def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:
+    """A small array on every device."""
+    array = np.asarray(value, dtype)
+    if mesh is None:
+        return jnp.asarray(array)
+    everywhere = NamedSharding(mesh, P())
+    return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
+
+
+def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
+    """Where optimizers find the mesh, to choose what its devices share."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def place_arrays(data: Any, mesh: Mesh | None) -> Any:
+    """A task's arrays on every device."""
+    if mesh is None or data is None:
+        return data
+    return jax.device_put(jax.tree.map(np.asarray, data), NamedSharding(mesh, P()))
+
+
+def place_batch(rows: Any, example: Any, mesh: Mesh | None) -> Any:
+    """The batch on the devices, of which `rows` are those of this process."""
+    if mesh is None:
+        return jax.tree.map(jax.numpy.asarray, rows)
+    sharding = NamedSharding(mesh, P(DATA))
+
+    def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, np.asarray(mine), whole.shape)
+
+    return jax.tree.map(place, rows, example)
+
+
+def batch_shapes(stream: Stream, mesh: Mesh | None) -> Any:
+    """A batch of the stream, and its place if there is a mesh."""
+    if mesh is None:
+        return stream.example
+    return on_mesh(stream.example, jax.tree.map(lambda _: P(DATA), stream.example), mesh)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """The batch with its examples, which come first, sharded over the data axis."""
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(DATA))), batch
+    )
+
+
+def check_batch(batch: int | None, accumulate: int, mesh: Mesh) -> None:
+    """Raises a ValueError unless every part of a batch can be shared by the data axis."""
+    if batch is not None and batch % (accumulate * mesh.shape[DATA]):
+        raise ValueError(
+            f"batch={batch} in {accumulate} parts cannot be shared by {mesh.shape[DATA]} devices "
+            f"along {DATA}: choose a multiple of {accumulate * mesh.shape[DATA]}."
+        )
+
+
+def parameter_specs(params: Any, mesh: Mesh) -> Any:
+    """A PartitionSpec for each parameter."""
+    leaves, structure = jax.tree.flatten(params)
+    specs = [
+        leaf_spec(path, leaf.shape, dict(mesh.shape))
+        for path, leaf in zip(leaf_paths(params), leaves, strict=True)
+    ]
+    return structure.unflatten(specs)
+
+
+def leaf_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
+    """How one parameter is cut, by its path and shape.
+
+    >>> tuple(leaf_spec("block_0/mlp/up/kernel", (64, 256), {"data": 4, "model": 2}))
+    ('data', 'model')
+    """
+    if len(shape) < SMALLEST:
+        return P()
+    axes: list[str | None] = [None] * len(shape)
+    layer = path.split("/")[-2:][0]
+    side = len(shape) - 1 if layer in BY_COLUMNS else len(shape) - 2
+    if layer in BY_COLUMNS + BY_ROWS and _divides(sizes[MODEL], shape[side]):
+        axes[side] = MODEL
+    # The longer of the last two sides, the columns of a square: what is left of them.
+    for side in sorted((len(shape) - 1, len(shape) - 2), key=lambda i: -shape[i]):
+        if axes[side] is None and _divides(sizes[DATA], shape[side]):
+            axes[side] = DATA
+            break
+    return P(*axes)
+
+
+def optimizer_specs(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: Mesh) -> Any:
+    """PartitionSpecs of the optimizer's state for parameters of these shapes and specs.
+
+    Found by tracing `init` with shardings as part of the types, so it holds for any optimizer.
+    """
+    explicit = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
+    )
+
+    def typed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, spec))
+
+    with jax.sharding.use_abstract_mesh(explicit):
+        found = jax.eval_shape(tx.init, jax.tree.map(typed, params, specs))
+    return jax.tree.map(lambda x: x.sharding.spec if x.sharding else P(), found)
+
+
+def on_mesh(abstract: Any, specs: Any, mesh: Mesh) -> Any:
+    """The shapes with their places."""
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        abstract,
+        specs,
+    )
+
+
+def _divides(size: int, length: int) -> bool:
+    return size > 1 and length % size == 0
