@@ -104,7 +104,7 @@ def test_commands_of_the_recipe_make_the_rules_it_names(name, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     text = comments(name)
     for command in re.findall(r"^celo2 meta-train (.*)$", text, re.MULTILINE):
-        options = meta_train.parse(shlex.split(command))
+        options = meta_train.parse_options(shlex.split(command))
         assert options.meta.iterations == 100_000
         out = tmp_path / options.out
         out.mkdir(parents=True)

@@ -6,7 +6,7 @@ To add a subcommand, add a line to COMMANDS. Whatever it imports, it imports whe
 
 import dataclasses
 import importlib
-import json
+import json as jsonlib
 import os
 import sys
 import traceback
@@ -116,7 +116,7 @@ def info(rule: str, json: bool = False) -> None:
         json: print one JSON object instead of a table.
     """
     facts = _facts(rulefile.find_rule(rule))
-    print(_as_json(facts) if json else _as_table(facts))
+    print(jsonlib.dumps(facts, indent=2) if json else _as_table(facts))
 
 
 def push(
@@ -155,7 +155,7 @@ def _later(module: str, function: str) -> Callable[[], Callable[..., Any]]:
 
 
 COMMANDS = {
-    "meta-train": Command("make a rule", _later("meta_train", "main"), reads_arguments=True),
+    "meta-train": Command("make a rule", _later("meta_train", "meta_train"), reads_arguments=True),
     "status": Command("show how far a meta-training run is", _later("meta_train", "status")),
     "plot": Command("draw a meta-training run or a sweep", _later("evaluate", "plot")),
     "try": Command("try a rule on held-out problems", _later("evaluate", "try_rule")),
@@ -163,7 +163,7 @@ COMMANDS = {
     "sweep": Command("compare optimizers: the runs of a recipe", _later("evaluate", "sweep")),
     "report": Command("make one HTML page of a sweep", _later("evaluate", "report")),
     "data": Command(
-        "fetch image sets, make token folders", _later("data", "main"), reads_arguments=True
+        "fetch image sets, make token folders", _later("data", "data"), reads_arguments=True
     ),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
     "info": Command("show what a rule is", lambda: info),
@@ -211,19 +211,17 @@ def _show_warning(message, category, filename, lineno, file=None, line=None):
     print(f"celo2: warning: {message}", file=sys.stderr)
 
 
-def _as_json(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, indent=2)
-
-
 def _as_table(facts: dict[str, Any]) -> str:
     lines = []
     for group, value in facts.items():
         if not isinstance(value, dict):
-            lines.append(f"{group:<20} {json.dumps(value)}")
+            lines.append(f"{group:<20} {jsonlib.dumps(value)}")
             continue
         lines.append(f"{group}:" if value else f"{group}: none recorded")
         # As JSON, which escapes what a stranger's text could do to a terminal.
-        lines += (f"  {json.dumps(name)[1:-1]:<18} {json.dumps(v)}" for name, v in value.items())
+        lines += (
+            f"  {jsonlib.dumps(name)[1:-1]:<18} {jsonlib.dumps(v)}" for name, v in value.items()
+        )
     return "\n".join(lines)
 
 

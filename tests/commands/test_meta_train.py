@@ -12,7 +12,7 @@ from tiny_runs import FLAGS, TINY, digest, newest, of_kind, run, shared_programs
 
 from celo2 import cli
 from celo2.commands import meta_train
-from celo2.commands.meta_train import parse
+from celo2.commands.meta_train import parse_options
 from celo2.metatrain import PRESETS
 from celo2.runs import records
 from celo2.runs.checkpoint import read
@@ -30,7 +30,7 @@ def start(out, *options):
     return subprocess.Popen([*COMMAND, "--out", out, *options], stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, process, seconds=110):
+def wait_for(condition, process, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stderr.read()
@@ -43,25 +43,25 @@ def rows_of(out):
 
 
 def test_every_field_can_be_set_from_the_command_line():
-    options = parse(["--out", "x", *FLAGS, "--iterations", "12"])
+    options = parse_options(["--out", "x", *FLAGS, "--iterations", "12"])
     assert options.meta == TINY
-    assert parse(["--out", "x", "--preset", "celo2-base"]).meta == PRESETS["celo2-base"]
+    assert parse_options(["--out", "x", "--preset", "celo2-base"]).meta == PRESETS["celo2-base"]
 
 
 def test_command_line_wins_over_toml_and_toml_over_preset(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("seed = 3\nproblems = 5\n[rule]\nhidden = [2]\n")
-    options = parse(f"--out x --preset=celo2-base --config {path} --problems 6".split())
+    options = parse_options(f"--out x --preset=celo2-base --config {path} --problems 6".split())
     assert (options.meta.seed, options.meta.problems) == (3, 6)
     assert options.meta.rule.hidden == (2,) and options.meta.rule.vectors == "rule"
 
 
 def test_resumed_run_starts_from_its_own_config(tmp_path):
     RunFolder(tmp_path).write_config({"config": to_fields(TINY)})
-    assert parse(["--out", str(tmp_path), "--resume"]).meta == TINY
-    longer = parse(["--out", str(tmp_path), "--resume", "--iterations", "99"])
+    assert parse_options(["--out", str(tmp_path), "--resume"]).meta == TINY
+    longer = parse_options(["--out", str(tmp_path), "--resume", "--iterations", "99"])
     assert longer.meta == tiny(iterations=99)
-    asked = parse(["--out", str(tmp_path), "--resume", "--preset", "celo2"])
+    asked = parse_options(["--out", str(tmp_path), "--resume", "--preset", "celo2"])
     assert asked.meta == PRESETS["celo2"]
 
 
@@ -136,7 +136,7 @@ def command(monkeypatch, tmp_path):
 
     def call(*rows: dict) -> int:
         monkeypatch.setattr(meta_train, "metatrain", lambda *_, **__: iter(rows))
-        return meta_train.main(["--out", str(tmp_path / "run"), *FLAGS])
+        return meta_train.meta_train(["--out", str(tmp_path / "run"), *FLAGS])
 
     return call
 

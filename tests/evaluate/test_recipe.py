@@ -2,7 +2,7 @@ import pytest
 from small_runs import RECIPE
 
 from celo2.evaluate import read_recipe
-from celo2.evaluate.recipe import parse
+from celo2.evaluate.recipe import parse_recipe
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
     assert {(c.steps, c.batch, c.seed, c.evaluate_every) for c in recipe.runs} == {(6, 8, 0, 6)}
     assert recipe.name == "tiny"
     assert recipe.texts == {"command": "celo2 sweep this", "expect": "little"}
-    many = parse(
+    many = parse_recipe(
         {"seeds": [0, 1], "tasks": {"digits-mlp": {}, "text-tiny": {}}}
         | {"optimizers": {"lion": {"learning_rate": 1e-3, "weight_decays": [0, 0.1]}}},
         "many",
@@ -47,7 +47,8 @@ def test_velo_and_celo_are_one_run_unless_their_factor_is_swept(recipe_file):
     assert "celo" not in warning
     optimizers = {"adamw": {"learning_rate": 1e-3}}
     optimizers["velo"] = {"optimizer": "velo=a.safetensors", "learning_rates": [1e-3, 2e-3]}
-    (warning,) = parse({"tasks": {"digits-mlp": {}}, "optimizers": optimizers}, "swept").warnings()
+    recipe = parse_recipe({"tasks": {"digits-mlp": {}}, "optimizers": optimizers}, "swept")
+    (warning,) = recipe.warnings()
     assert "adamw 1 runs, velo 2 runs" in warning
 
 
@@ -85,7 +86,7 @@ def spaced(**span):
 def test_wrong_recipe_is_named(changes, message):
     base = {"tasks": {"digits-mlp": {}}, "optimizers": {"adamw": {"learning_rates": [1]}}}
     with pytest.raises(ValueError, match=message):
-        parse(base | changes, "wrong")
+        parse_recipe(base | changes, "wrong")
 
 
 def test_further_rule_is_tuned_as_celo2_is(tmp_path):
@@ -110,7 +111,7 @@ def test_further_rule_needs_rates_of_celo2(recipe_file):
 def rates_and_decays(run=(), task=(), optimizer=(), both=()):
     content = {"run": dict(run), "tasks": {"digits-mlp": dict(task)}}
     wish = dict(optimizer) | {"tasks": {"digits-mlp": dict(both)}}
-    runs = parse(content | {"optimizers": {"adamw": wish}}, "levels").runs
+    runs = parse_recipe(content | {"optimizers": {"adamw": wish}}, "levels").runs
     return sorted({c.learning_rate for c in runs}), sorted({c.weight_decay for c in runs})
 
 
@@ -132,6 +133,8 @@ def test_nearer_level_counts_in_either_spelling():
 def test_unlike_work_is_told():
     tuned = {"learning_rate": 1e-3}
     optimizers = {"adamw": tuned, "celo2": tuned | {"steps": 5000, "clip": 1.0}}
-    recipe = parse({"tasks": {"digits-mlp": {"steps": 1000}}, "optimizers": optimizers}, "unlike")
+    recipe = parse_recipe(
+        {"tasks": {"digits-mlp": {"steps": 1000}}, "optimizers": optimizers}, "unlike"
+    )
     (warning,) = recipe.warnings()
     assert "on digits-mlp steps differ (adamw 1000, celo2 5000)" in warning

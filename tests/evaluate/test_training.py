@@ -8,7 +8,7 @@ import pytest
 from small_runs import of_kind, small, stop_after, train, without_times
 
 from celo2.evaluate import RunConfig, describe, program
-from celo2.evaluate.config import from_fields, resolve, run_name
+from celo2.evaluate.config import config_from_fields, resolve, run_name
 from celo2.evaluate.program import accumulated, in_precision
 from celo2.rule import Rule, initial_weights
 from celo2.rulefile import digest, load, pretrained, save
@@ -40,7 +40,7 @@ def test_rows_come_in_the_documented_order(whole_run):
 
 def test_start_row_says_what_the_run_is(whole_run):
     start = whole_run[1][0]
-    assert from_fields(start["config"]) == resolve(small())
+    assert config_from_fields(start["config"]) == resolve(small())
     assert start["sizes"]["parameters"] == 2410
     assert start["sizes"]["parameters_by_group"] == {"hidden": 64 * 32, "other": 362}
     assert start["sizes"]["state_bytes"] == 2 * 4 * 2410 + 2 * 4  # two moments, two counts
@@ -180,9 +180,9 @@ def test_wrong_task_and_options_are_named(tmp_path):
     with pytest.raises(ValueError, match="name the `text`"):
         train(tmp_path, RunConfig("gpt2"))
     with pytest.raises(ValueError, match="stepz is not a field"):
-        from_fields({"task": "digits-mlp", "stepz": 3})
+        config_from_fields({"task": "digits-mlp", "stepz": 3})
     with pytest.raises(ValueError, match="steps='3' is not of type int"):
-        from_fields({"task": "digits-mlp", "steps": "3"})
+        config_from_fields({"task": "digits-mlp", "steps": "3"})
 
 
 @pytest.mark.parametrize("name", ["digits-mlp", "text-tiny"])

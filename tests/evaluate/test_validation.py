@@ -188,7 +188,7 @@ def test_try_compares_a_rule_and_makes_no_run_twice(capsys, tmp_path):
 
 @pytest.mark.usefixtures("tiny_suite")
 def test_try_that_fails_says_why(capsys, monkeypatch):
-    monkeypatch.setattr("celo2.evaluate.training.build", lambda *_: 1 / 0)
+    monkeypatch.setattr("celo2.evaluate.training.build_program", lambda *_: 1 / 0)
     assert cli.main(["try", "mine.safetensors", "--against", ""]) == 2
     assert "failed: ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 

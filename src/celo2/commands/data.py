@@ -23,7 +23,7 @@ from celo2.tasks.tokens import (
 Sources = Annotated[tuple[str, ...], tyro.conf.arg(name="from")]  # `from` is a word of Python's
 
 
-def main(arguments: Sequence[str]) -> int:
+def data(arguments: Sequence[str]) -> int:
     """Runs one of COMMANDS."""
     positional = (tyro.conf.PositionalRequiredArgs,)
     tyro.extras.subcommand_cli_from_dict(

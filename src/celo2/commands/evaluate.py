@@ -92,7 +92,7 @@ def run(
         if is_primary():
             fields = to_fields(config)
             rows = tracked(rows, folder, fields, to_tensorboard=tensorboard, to_wandb=wandb)
-            rows = show(rows, config)
+            rows = show_run(rows, config)
         *_, last = rows
     if last["kind"] != "end":
         say(f"stopped; continue with --resume --out {folder}")
@@ -314,7 +314,7 @@ def plot(run: str, out: str | None = None) -> None:
         print(path)
 
 
-def show(rows: Iterable[Row], config: RunConfig) -> Iterator[Row]:
+def show_run(rows: Iterable[Row], config: RunConfig) -> Iterator[Row]:
     """Draws a bar from the rows: the metric in training, its newest validation, time left."""
     values: dict[str, str] = {}
     metric = find_task(config.task).metric

@@ -83,9 +83,9 @@ class Options:
     launch: Annotated[Launch, Flat] = Launch()
 
 
-def main(arguments: list[str]) -> int:
+def meta_train(arguments: list[str]) -> int:
     """Runs the command and gives its exit status."""
-    options = parse(arguments)
+    options = parse_options(arguments)
     search_working_directory()
     set_up_logging()
     start_devices(options.launch, default_devices(options))
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
                 to_tensorboard=options.tensorboard,
                 to_wandb=options.wandb,
             )
-            rows = show(rows, options.meta.iterations)
+            rows = show_meta_run(rows, options.meta.iterations)
         try:
             *_, end = rows
         except Diverged as error:
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
     return (asked.status or STOPPED) if end["reason"] == "stopped" else 0
 
 
-def parse(arguments: list[str]) -> Options:
+def parse_options(arguments: list[str]) -> Options:
     """The options; fields of the config come from the command line, else from --config, else from
     --preset. A resumed run that names neither starts from its own config."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -167,7 +167,7 @@ def try_command(options: Options) -> list[str] | None:
     return command + (["--size", options.try_size] if options.try_size else [])
 
 
-def show(rows: Iterable[Row], total: int) -> Iterator[Row]:
+def show_meta_run(rows: Iterable[Row], total: int) -> Iterator[Row]:
     """Draws a bar from the rows: meta-loss, inner steps per second, time left."""
     rows = iter(rows)
     start = next(rows)  # before the bar: a run that is refused draws none

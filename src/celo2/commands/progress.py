@@ -84,7 +84,7 @@ def scalars(row: Row) -> dict[str, float]:
     """The numbers of a train, valid or heldout row, `train/family_loss/mnist` and the like."""
     if row["kind"] not in ("train", "valid", "heldout"):
         return {}
-    return {f"{row['kind']}/{name}": v for name, v in _flatten(row) if name not in COUNTS}
+    return {f"{row['kind']}/{name}": v for name, v in _numbers(row) if name not in COUNTS}
 
 
 def tracked(
@@ -111,11 +111,11 @@ def _count(row: Row) -> int:
     return next(row[name] for name in COUNTS if name in row)
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _numbers(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     found = []
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _flatten(value, f"{prefix}{name}/")
+            found += _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             found.append((prefix + name, float(value)))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from celo2.evaluate.config import RunConfig, find_task, from_fields, resolve, run_name
+from celo2.evaluate.config import RunConfig, config_from_fields, find_task, resolve, run_name
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.recipe import unlike_data, unlike_work
 from celo2.rulefile import digest, write_whole
@@ -250,7 +250,7 @@ def read_sweep(folder: str | PathLike, known: Mapping[str, Sequence[Row]] | None
     index, rows = read_packed(folder) if folder.is_file() else (read_index(folder), None)
     try:
         tuning, final = (
-            {name: resolve(from_fields(fields)) for name, fields in index[stage].items()}
+            {name: resolve(config_from_fields(fields)) for name, fields in index[stage].items()}
             for stage in ("tuning", "final")
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

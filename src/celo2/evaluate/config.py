@@ -214,10 +214,10 @@ def resolve(config: RunConfig) -> RunConfig:
     )
 
 
-def from_fields(fields: Mapping[str, Any]) -> RunConfig:
+def config_from_fields(fields: Mapping[str, Any]) -> RunConfig:
     """A config from JSON or TOML, checked by type; `task` is needed.
 
-    >>> from_fields({"task": "digits-mlp", "learning_rate": 1}).learning_rate
+    >>> config_from_fields({"task": "digits-mlp", "learning_rate": 1}).learning_rate
     1.0
     """
     if "task" not in fields:

@@ -27,7 +27,7 @@ from celo2.evaluate.comparison import (
 # Of Okabe and Ito, which the colour-blind can tell apart; the markers help them too.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 MARKERS = "os^Dv<>P"
-GROUPS = {"hidden": "-", "other": "--"}
+LINE_STYLES = {"hidden": "-", "other": "--"}
 BINS = 120  # of a train curve: each point is the mean of as many rows as that takes
 FOCUS = 0.1  # of a run, whose high losses would press the rest of it flat
 LOG_RATIO = 10.0  # of the highest to the lowest score, from which their axis is logarithmic
@@ -65,7 +65,7 @@ def draw_curves(sweep: Sweep, task: str) -> Figure:
     """The best setting of each optimizer: training as a line, validation as points."""
     entries = sweep.tasks[task]
     metric, higher = metric_of(entries[0])
-    figure, axes = _start(f"{metric} by step", "step", metric)
+    figure, axes = _new_figure(f"{metric} by step", "step", metric)
     seen: list[Point] = []
     for entry in entries:
         color, marker = _style(sweep, entry)
@@ -78,7 +78,7 @@ def draw_curves(sweep: Sweep, task: str) -> Figure:
             label = f"{_text(entry.label)} (rate {entry.best.config.learning_rate:g})"
             axes.plot([], [], f"{marker}-", color=color, markersize=4, label=label)
     _focus(axes, seen, higher)
-    _finish(figure, axes)
+    _add_legend(figure, axes)
     return figure
 
 
@@ -86,7 +86,7 @@ def draw_rates(sweep: Sweep, task: str) -> Figure:
     """The final score against the learning rate; rates that diverged are crosses on top."""
     entries = sweep.tasks[task]
     metric, _ = metric_of(entries[0])
-    figure, axes = _start(f"final validation {metric}", "learning rate", metric)
+    figure, axes = _new_figure(f"final validation {metric}", "learning rate", metric)
     rates, scores = [], []
     for entry in entries:
         color, marker = _style(sweep, entry)
@@ -108,7 +108,7 @@ def draw_rates(sweep: Sweep, task: str) -> Figure:
     if scores and min(scores) > 0 and max(scores) > LOG_RATIO * min(scores):
         axes.set_yscale("log")
         _plain(axes.yaxis, scores)
-    _finish(figure, axes)
+    _add_legend(figure, axes)
     return figure
 
 
@@ -143,29 +143,29 @@ def thin(points: Sequence[Point], bins: int = BINS) -> list[Point]:
 
 
 def _draw_rms(sweep: Sweep, task: str, field: str, title: str) -> Figure:
-    figure, axes = _start(title, "step", "")
+    figure, axes = _new_figure(title, "step", "")
     drawn, values = set(), []
     for entry in sweep.tasks[task]:
         color, _ = _style(sweep, entry)
-        curves = {group: best_curve(entry, "train", field, group) for group in GROUPS}
+        curves = {group: best_curve(entry, "train", field, group) for group in LINE_STYLES}
         for group, points in curves.items():
             positive = [(step, value) for step, value in thin(points) if value > 0]
             if positive:
                 drawn.add(group)
                 values += [value for _, value in positive]
-                axes.plot(*_columns(positive), GROUPS[group], color=color, linewidth=1.4)
+                axes.plot(*_columns(positive), LINE_STYLES[group], color=color, linewidth=1.4)
         if any(curves.values()):
             axes.plot([], [], color=color, label=_text(entry.label))
-    for group in GROUPS:
+    for group in LINE_STYLES:
         if group in drawn:
-            axes.plot([], [], GROUPS[group], color="grey", label=group)
+            axes.plot([], [], LINE_STYLES[group], color="grey", label=group)
     if values:
         axes.set_yscale("log")
     if values and max(values) < LOG_RATIO * min(values):
         _plain(
             axes.yaxis, values
         )  # Matplotlib's own labels are long where there is no whole decade
-    _finish(figure, axes)
+    _add_legend(figure, axes)
     return figure
 
 
@@ -176,7 +176,7 @@ def _style(sweep: Sweep, entry: Entry) -> tuple[str, str]:
     return COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]
 
 
-def _start(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+def _new_figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     axes.set_title(_text(title), fontsize=11)
@@ -204,7 +204,7 @@ def _plain(axis: Axis, values: Sequence[float]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _finish(figure: Figure, axes: Axes) -> None:
+def _add_legend(figure: Figure, axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if labels := axes.get_legend_handles_labels()[1]:

@@ -48,7 +48,7 @@ from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
 from celo2.velo import CELO, VELO, VeloRule, initial_weights
 
 KEPT = 16  # programs
-_programs: dict[Any, "Program"] = {}  # the newest last
+_programs: dict[Any, "RunProgram"] = {}  # the newest last
 VALIDATION_KEY = 1  # the same in every run: all are judged by the same batches
 
 
@@ -91,9 +91,9 @@ def set_up(
     """
     spec = find_task(config.task)
     made, checksum = (
-        _make_blank(config)
+        _make_blank_task(config)
         if blank
-        else _make(config.task, config.text, config.batch, config.remat, data)
+        else _make_task(config.task, config.text, config.batch, config.remat, data)
     )
     problem = _adjust(made, config, mesh)
     rule = load_rule(config.optimizer) if rule is None else rule
@@ -160,7 +160,7 @@ def count_bytes(tree: Any) -> int:
 
 
 @lru_cache(maxsize=1)
-def _make(
+def _make_task(
     task: str, text: str | None, batch: int | None, remat: bool, data: Any
 ) -> tuple[Any, str]:
     """The task and the SHA-256 of its data; the newest is kept for the next run of a sweep."""
@@ -171,7 +171,7 @@ def _make(
     return made, digest_arrays(arrays)
 
 
-def _make_blank(config: RunConfig) -> tuple[Any, str]:
+def _make_blank_task(config: RunConfig) -> tuple[Any, str]:
     spec = find_task(config.task)
     options = {"batch": config.batch, "remat": config.remat or None}
     return _call(config.task, spec.blank or spec.make, **options), ""
@@ -319,7 +319,7 @@ def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
         )
 
 
-class Advanced(NamedTuple):
+class StepResults(NamedTuple):
     """The result of some steps: the last one made, and whether its loss was finite.
 
     Metrics are means over the steps, of integers the last; norms are those of the last update.
@@ -340,7 +340,7 @@ class Carry(NamedTuple):
     finite: Array  # whether every loss was
 
 
-class Program(NamedTuple):
+class RunProgram(NamedTuple):
     """A setup and its compiled functions, for any learning rate and seed."""
 
     setup: Setup
@@ -368,7 +368,7 @@ class Program(NamedTuple):
 
     def advance(
         self, config: RunConfig, batches: Batches, state: Any, first: int, last: int
-    ) -> tuple[Any, Advanced]:
+    ) -> tuple[Any, StepResults]:
         """Steps from `first` to `last`, or until the loss is not finite. Uses up the state."""
         rate = self._put(config.learning_rate, jnp.float32)
         seed = self._put(config.seed, jnp.uint32)
@@ -391,7 +391,7 @@ class Program(NamedTuple):
         results = jax.device_get((carry.totals, carry.state.optimizer.norms))
         totals, norms = jax.tree.map(lambda x: x.item(), results)
         means = {k: v / (step - first) if isinstance(v, float) else v for k, v in totals.items()}
-        return carry.state, Advanced(step, bool(carry.finite), means, norms)
+        return carry.state, StepResults(step, bool(carry.finite), means, norms)
 
     def evaluate(self, state: Any) -> dict[str, float]:
         """The validation metrics."""
@@ -406,9 +406,9 @@ class Program(NamedTuple):
         return put(value, dtype, self.setup.mesh)
 
 
-def build(
+def build_program(
     config: RunConfig, data: str | PathLike | None = None, mesh: Mesh | None = None
-) -> Program:
+) -> RunProgram:
     """The program of a resolved config; the newest are kept for configs that share one.
 
     Rules of one RuleConfig share it too, whatever their weights.
@@ -423,7 +423,7 @@ def build(
         record_every=1,
     )
     key = (shared, None if rule is None else rule.config, data, mesh)
-    program = _programs.pop(key, None) or _build(shared, rule, data, mesh)
+    program = _programs.pop(key, None) or _compile_program(shared, rule, data, mesh)
     _programs[key] = program
     while len(_programs) > KEPT:
         del _programs[next(iter(_programs))]
@@ -433,9 +433,9 @@ def build(
     return program._replace(setup=program.setup._replace(**mine))
 
 
-def _build(
+def _compile_program(
     config: RunConfig, rule: Rule | None, data: str | PathLike | None, mesh: Mesh | None
-) -> Program:
+) -> RunProgram:
     setup = set_up(config, data, mesh, rule=rule)
     start = time.monotonic()
     metrics, advanced = lower_advance(setup)
@@ -445,7 +445,7 @@ def _build(
     with in_mesh(mesh):
         evaluated = evaluate.lower(setup.given, setup.abstract, number)
     check_metric(setup, evaluated.out_info)
-    return Program(
+    return RunProgram(
         setup=setup,
         metrics=metrics,
         advance_compiled=compiled,

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from celo2.evaluate.config import RunConfig, from_fields, resolve, split_lstm
+from celo2.evaluate.config import RunConfig, config_from_fields, resolve, split_lstm
 from celo2.runs.records import Row
 
 TEXTS = ("command", "cost", "expect")
@@ -99,12 +99,12 @@ def read_recipe(path: str | Path, also: Mapping[str, str] | None = None) -> Reci
     """
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
-        return parse(_with_rules(content, also or {}), Path(path).stem)
+        return parse_recipe(_with_rules(content, also or {}), Path(path).stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def parse(content: Mapping[str, Any], name: str) -> Recipe:
+def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
     """The recipe that a TOML file's content means."""
     for key in content:
         if key not in KEYS:
@@ -130,7 +130,7 @@ def parse(content: Mapping[str, Any], name: str) -> Recipe:
             fields |= {"task": task, "label": label, "seed": seed}
             fields |= {"learning_rate": rate, "weight_decay": decay}
             try:
-                runs.append(resolve(from_fields(fields)))
+                runs.append(resolve(config_from_fields(fields)))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
     texts = {key: str(content[key]).strip() for key in TEXTS if key in content}

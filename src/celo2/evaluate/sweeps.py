@@ -62,7 +62,7 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
 
     def make(found: Outcome) -> Outcome:
-        return _make(found, folder, stop, data=data, mesh=mesh)
+        return _make_run(found, folder, stop, data=data, mesh=mesh)
 
     known = {config: read_outcome(config, folder) for config in recipe.runs}
     tuning = list(known.values())
@@ -110,7 +110,7 @@ def _make_all(
     return done
 
 
-def _make(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outcome:
+def _make_run(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outcome:
     """The run with its records; it is waiting still if another process makes it."""
     if found.end is not None:
         return found

@@ -38,14 +38,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from celo2.evaluate.config import RunConfig, from_fields, resolve
+from celo2.evaluate.config import RunConfig, config_from_fields, resolve
 from celo2.evaluate.optimizers import load_rule
-from celo2.evaluate.program import Program, build
+from celo2.evaluate.program import RunProgram, build_program
 from celo2.evaluate.sharding import Batches
 from celo2.rulefile import digest
 from celo2.runs import processes, records
 from celo2.runs.engine import Advanced, Job, run_job
-from celo2.runs.fields import differences, to_fields
+from celo2.runs.fields import describe_differences, to_fields
 from celo2.runs.folder import RunFolder, RunRefused
 from celo2.runs.records import Row
 
@@ -91,7 +91,7 @@ def run(
 
     yield from run_job(
         folder,
-        lambda: _job(Run(config, build(config, data, mesh)), keep),
+        lambda: _training_job(TrainingRun(config, build_program(config, data, mesh)), keep),
         resume=resume,
         finished=finished,
         checkpoint_every=checkpoint_every,
@@ -106,17 +106,17 @@ def end_row(path: Path) -> Row | None:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What a run is, and what it remembers besides its state."""
 
     config: RunConfig
-    program: Program
+    program: RunProgram
     seconds: float = 0.0  # of training
     metrics: dict[str, float | None] | None = None  # of the newest validation
     diverged: bool = False
 
 
-def _job(run: Run, keep: bool) -> Job:
+def _training_job(run: TrainingRun, keep: bool) -> Job:
     config, setup = run.config, run.program.setup
     assert config.steps is not None and config.evaluate_every is not None
     evaluate_every, total = config.evaluate_every, config.steps
@@ -164,7 +164,7 @@ def _job(run: Run, keep: bool) -> Job:
 
 
 def _train(
-    run: Run, batches: Batches, state: Any, done: int, until: int
+    run: TrainingRun, batches: Batches, state: Any, done: int, until: int
 ) -> tuple[Any, int, Row, bool]:
     """The state and the steps made, their row, and whether the loss was finite."""
     began = time.monotonic()
@@ -180,12 +180,12 @@ def _train(
     return state, found.step, row, found.finite
 
 
-def _validate(run: Run, state: Any, step: int) -> Row:
+def _validate(run: TrainingRun, state: Any, step: int) -> Row:
     run.metrics = records.clean(_shorten(run.program.evaluate(state)))
     return {"kind": "valid", "step": step, "metrics": run.metrics}
 
 
-def _start_row(run: Run) -> Row:
+def _start_row(run: TrainingRun) -> Row:
     """All that decides the run, and what it runs on."""
     setup = run.program.setup
     return {
@@ -201,7 +201,7 @@ def _start_row(run: Run) -> Row:
     }
 
 
-def _end_row(run: Run, state: Any, step: int) -> Row:
+def _end_row(run: TrainingRun, state: Any, step: int) -> Row:
     """What came of the run; one without a finite score has diverged."""
     if run.metrics is None and not run.diverged:  # resumed at its end, its valid row recorded
         _validate(run, state, step)
@@ -242,8 +242,8 @@ def _check_finished(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _unlike(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    unlike = differences(from_fields(ours["config"]), from_fields(stored["config"]))
-    lines = [f"{name} is {new!r}, was {old!r}" for name, (new, old) in unlike.items()]
+    mine, theirs = (config_from_fields(identity["config"]) for identity in (ours, stored))
+    lines = describe_differences(mine, theirs)
     for name in ("data", "rule"):
         if name in ours and ours[name] != stored[name]:
             lines.append(f"the {name} have another SHA-256")

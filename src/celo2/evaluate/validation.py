@@ -10,9 +10,9 @@ from statistics import fmean, variance
 from typing import Any, Literal
 
 from celo2.evaluate.comparison import Entry, Outcome, as_text, compare, score_range, sensitivity
-from celo2.evaluate.config import RunConfig
+from celo2.evaluate.config import RunConfig, split_lstm
 from celo2.evaluate.optimizers import load_rule
-from celo2.evaluate.recipe import Recipe, choose, parse
+from celo2.evaluate.recipe import Recipe, choose, parse_recipe
 from celo2.tasks.datafiles import data_folder
 from celo2.tasks.images import image_file
 from celo2.tasks.text import text_files
@@ -52,12 +52,15 @@ def validation_recipe(
         if label in BASELINES:
             continue
         rule = load_rule(label)
-        if rule is None:
-            raise ValueError(f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule.")
+        if rule is None or split_lstm(label) is not None:
+            raise ValueError(
+                f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule of Celo2: the suite has "
+                "no rates for it."
+            )
         # Without Newton–Schulz the best rates are AdamW's rather than Muon's.
         tuned_as = "celo2" if rule.config.orthogonalize else "celo2-base"
         content["optimizers"][label] = content["optimizers"][tuned_as] | {"optimizer": label}
-    plan = choose(parse(content, FILES[size].stem), labels)
+    plan = choose(parse_recipe(content, FILES[size].stem), labels)
 
     def adjust(config: RunConfig) -> RunConfig:
         if config.text and not all(file.is_file() for file in text_files(config.text, folder)):

@@ -16,7 +16,7 @@ from celo2 import rulefile
 from celo2.rule import Rule
 from celo2.runs.folder import RunFolder, is_alive
 
-NICE = 10  # added to the process's niceness
+NICE = 5  # added to the process's niceness
 SECONDS_TO_STOP = 10.0
 
 
@@ -59,7 +59,7 @@ def begin_try(tries: Tries, rule: Rule) -> None:
     """Starts to try a rule; its origin says of which iteration it is."""
     tries.folder.mkdir(exist_ok=True)
     rulefile.save(rule, tries.rule_file)
-    _start(tries, rule)
+    _start_process(tries, rule)
 
 
 def resume_try(tries: Tries, recorded: int, done: int) -> None:
@@ -72,7 +72,7 @@ def resume_try(tries: Tries, recorded: int, done: int) -> None:
         return
     rule = rulefile.load(tries.rule_file)
     if recorded < rule.origin["iterations"] <= done:
-        _start(tries, rule)
+        _start_process(tries, rule)
 
 
 def end_try(tries: Tries) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def stop_tries(tries: Tries) -> None:
         tries.process.wait()
 
 
-def _start(tries: Tries, rule: Rule) -> None:
+def _start_process(tries: Tries, rule: Rule) -> None:
     # The accelerator is the run's, with nearly all of its memory.
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     result, log = tries.folder / "result.json", tries.folder / "log.txt"

@@ -20,7 +20,7 @@ from celo2.metatrain.outer import MetaMetrics, MetaState, Program, build, make_m
 from celo2.rule import Rule
 from celo2.runs import checkpoint, records
 from celo2.runs.engine import Advanced, Job, run_job
-from celo2.runs.fields import differences, to_fields
+from celo2.runs.fields import describe_differences, differences, to_fields
 from celo2.runs.folder import RunFolder
 from celo2.runs.processes import is_primary, some_process, version
 from celo2.runs.records import Row
@@ -129,10 +129,10 @@ def metatrain(
         start = None if init_from is None or continues else matching_rule(config, init_from)
         source = load_families(config, data, task)
         program = build(config, source.families, make_mesh())
-        run = Run(folder, config, source, program, limits or Limits(), tries, stop)
+        run = MetaRun(folder, config, source, program, limits or Limits(), tries, stop)
         if start is not None:
             run.begun_from = _describe(start, init_from)
-        return _job(run, start, tuple(periods))
+        return _meta_job(run, start, tuple(periods))
 
     try:
         yield from run_job(
@@ -149,7 +149,7 @@ def metatrain(
 
 
 @dataclass
-class Run:
+class MetaRun:
     """What a run is, and what it remembers besides its state."""
 
     folder: RunFolder
@@ -170,7 +170,7 @@ class Run:
         return round(self.elapsed_before + time.monotonic() - self.started, 2)
 
 
-def _job(run: Run, start: Rule | None, periods: tuple[int, ...]) -> Job:
+def _meta_job(run: MetaRun, start: Rule | None, periods: tuple[int, ...]) -> Job:
     config, total = run.config, run.config.iterations
 
     def recall(meta: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ def _job(run: Run, start: Rule | None, periods: tuple[int, ...]) -> Job:
 
 
 def _inspected(
-    run: Run, state: MetaState, done: int, metrics: MetaMetrics, seconds: float
+    run: MetaRun, state: MetaState, done: int, metrics: MetaMetrics, seconds: float
 ) -> Advanced:
     """The iterations up to `done` as rows: their means, and what went wrong in them."""
     rows = [train_row(run, done, metrics, seconds)]
@@ -230,7 +230,7 @@ def _inspected(
     )
 
 
-def train_row(run: Run, done: int, metrics: MetaMetrics, seconds: float) -> Row:
+def train_row(run: MetaRun, done: int, metrics: MetaMetrics, seconds: float) -> Row:
     """The means over these iterations, and the weights' norm at the end."""
     families = run.source.families
     names = [name for family in families for name in family.names]
@@ -256,7 +256,7 @@ def train_row(run: Run, done: int, metrics: MetaMetrics, seconds: float) -> Row:
     return row
 
 
-def _try(run: Run, state: MetaState, done: int) -> Iterator[Row]:
+def _try(run: MetaRun, state: MetaState, done: int) -> Iterator[Row]:
     """Starts to try the rule when it is due and no try is under way, and yields what came of one.
 
     At the end of a run it waits, unless the run is asked to stop.
@@ -276,7 +276,7 @@ def _try(run: Run, state: MetaState, done: int) -> Iterator[Row]:
         time.sleep(POLL_SECONDS)
 
 
-def _tried(run: Run, tries: Tries, done: int) -> Iterator[Row]:
+def _tried(run: MetaRun, tries: Tries, done: int) -> Iterator[Row]:
     """The row of a try that has ended; its rule is kept if it is the best so far."""
     try:
         result = end_try(tries)
@@ -306,7 +306,7 @@ def _without_kind(row: Row) -> Row:
     return {name: value for name, value in row.items() if name not in ("kind", "elapsed")}
 
 
-def _rule(run: Run, state: MetaState, done: int) -> Rule:
+def _rule(run: MetaRun, state: MetaState, done: int) -> Rule:
     """The rule as it is now, with its origin."""
     origin = {
         "made_by": "celo2 meta-train",
@@ -322,7 +322,7 @@ def _rule(run: Run, state: MetaState, done: int) -> Rule:
     return Rule(run.config.rule, {k: np.asarray(w) for k, w in state.average.items()}, origin)
 
 
-def _start_row(run: Run, done: int) -> Row:
+def _start_row(run: MetaRun, done: int) -> Row:
     return {
         "kind": "start",
         "iteration": done,
@@ -345,10 +345,8 @@ def _unlike(
 
     `iterations` may change under a constant learning rate, which does not depend on it.
     """
-    unlike = differences(config, from_fields(stored["config"]))
-    if config.decay == "constant":
-        unlike.pop("iterations", None)
-    lines = [f"{name} is {new!r}, was {old!r}" for name, (new, old) in unlike.items()]
+    ignore = ("iterations",) if config.decay == "constant" else ()
+    lines = describe_differences(config, from_fields(stored["config"]), ignore)
     old_data = stored["data"]
     for name in sorted(checksums.keys() | old_data.keys()):
         new, old = (sums.get(name, "absent")[:12] for sums in (checksums, old_data))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,8 +14,7 @@ from celo2.metatrain.status import check_kind
 from celo2.rule import FEATURES, Rule, RuleConfig
 from celo2.runs import records
 from celo2.runs.folder import RunFolder
-
-Row = dict[str, Any]
+from celo2.runs.records import Row
 
 WINDOW = 0.02  # of the curve, over which it is smoothed
 DPI = 150
@@ -64,7 +62,7 @@ def draw_meta_loss(rows: Sequence[Row]) -> Figure:
     axes.plot(iterations, losses, color="black", alpha=0.15, linewidth=0.8)
     axes.plot(iterations, smooth(losses), color="black", label="all problems", linewidth=2)
     axes.set(xlabel="outer iteration", ylabel="mean inner loss", title="Meta-loss")
-    _finish(axes)
+    _add_grid(axes)
     return figure
 
 
@@ -88,7 +86,7 @@ def draw_heldout(rows: Sequence[Row]) -> Figure:
     axes.yaxis.set_major_formatter(plain)
     axes.yaxis.set_minor_formatter(plain)
     axes.set(xlabel="outer iteration", ylabel="loss / AdamW's loss", title="Held-out problems")
-    _finish(axes)
+    _add_grid(axes)
     return figure
 
 
@@ -153,7 +151,7 @@ def _values(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _finish(axes: Axes) -> None:
+def _add_grid(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, framealpha=0.9)
 

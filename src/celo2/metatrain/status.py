@@ -25,7 +25,7 @@ def status(out: str | PathLike) -> dict[str, Any]:
     rows = records.read(folder.records)
     alive = is_alive(folder)
     found, damages = checkpoint.read_newest(folder.checkpoints)
-    train = _newest(rows, "train")
+    train = _newest_row(rows, "train")
     saved = None if found is None else found.iteration
     return {
         "run": str(folder.path),
@@ -60,14 +60,14 @@ def check_kind(folder: RunFolder) -> None:
         )
 
 
-def _newest(rows: list[Row], kind: str) -> Row:
+def _newest_row(rows: list[Row], kind: str) -> Row:
     return next((row for row in reversed(rows) if row.get("kind") == kind), {})
 
 
 def _state(alive: bool, stored: dict[str, Any], rows: list[Row], saved: int | None) -> str:
     if alive:
         return "running"
-    if _newest(rows, "end").get("reason") == "diverged":
+    if _newest_row(rows, "end").get("reason") == "diverged":
         return "diverged"
     finished = saved is not None and saved >= stored["config"]["iterations"]
     return "finished" if finished else "stopped"
@@ -76,7 +76,7 @@ def _state(alive: bool, stored: dict[str, Any], rows: list[Row], saved: int | No
 def _seconds_left(stored: dict[str, Any], rows: list[Row]) -> float | None:
     """From the pace of the last rows of one process; None if there are too few."""
     total = stored["config"]["iterations"]
-    if _newest(rows, "train").get("iteration", 0) >= total:
+    if _newest_row(rows, "train").get("iteration", 0) >= total:
         return 0.0
     since = max((i for i, row in enumerate(rows) if row.get("kind") == "start"), default=0)
     train = [row for row in rows[since:] if row.get("kind") == "train"][-RECENT:]

@@ -84,7 +84,10 @@ def _sums(array: Any, xp: ModuleType) -> tuple[Any, ...]:
         steps = xp.arange(bits.shape[axis], dtype=xp.uint32).reshape(along)
         place = place + steps * xp.asarray(stride % 2**32, xp.uint32)
     return tuple(
-        xp.sum(_mix(bits ^ _mix(place + xp.asarray(seed, xp.uint32), xp), xp), dtype=xp.uint32)
+        xp.sum(
+            _mix_bits(bits ^ _mix_bits(place + xp.asarray(seed, xp.uint32), xp), xp),
+            dtype=xp.uint32,
+        )
         for seed in SEEDS
     )
 
@@ -105,7 +108,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def _mix(x: Any, xp: ModuleType) -> Any:
+def _mix_bits(x: Any, xp: ModuleType) -> Any:
     """MurmurHash3's last steps: one-to-one on 32 bits, every bit of the result is everyone's."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> xp.asarray(shift, xp.uint32))) * xp.asarray(factor, xp.uint32)
@@ -207,16 +210,16 @@ def read_newest(folder: Path, abstract: Any = None) -> tuple[Checkpoint | None, 
     damages = []
     iterations = list_iterations(folder)
     while (iteration := _same_everywhere(iterations.pop() if iterations else -1)) >= 0:
-        found, cause = _attempt(lambda i: read(folder, i, abstract), iteration)
+        found, cause = _try_everywhere(lambda i: read(folder, i, abstract), iteration)
         if cause is None:
-            cause = _attempt(_check_digest, found)[1]
+            cause = _try_everywhere(_check_digest, found)[1]
         if cause is None:
             return found, damages
         damages.append(Damage(iteration, cause))
     return None, damages
 
 
-def _attempt(action: Callable[[Any], T], value: Any) -> tuple[T | None, str | None]:
+def _try_everywhere(action: Callable[[Any], T], value: Any) -> tuple[T | None, str | None]:
     """What `action` returns here, and why it failed in some process."""
     result, cause = None, None
     try:

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -35,6 +35,12 @@ def differences(ours: Any, theirs: Any) -> dict[str, tuple[Any, Any]]:
     """Every field in which two configs differ, `rule.form` and the like, with both values."""
     a, b = _flatten(to_fields(ours)), _flatten(to_fields(theirs))
     return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+
+
+def describe_differences(ours: Any, theirs: Any, ignore: Collection[str] = ()) -> list[str]:
+    """The same as lines, without the fields to ignore."""
+    found = differences(ours, theirs).items()
+    return [f"{name} is {new!r}, was {old!r}" for name, (new, old) in found if name not in ignore]
 
 
 def _as_json(value: Any) -> Any:
