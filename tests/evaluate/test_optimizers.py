@@ -76,9 +76,9 @@ def test_celo2_has_muon_s_adam_and_the_paper_s_can_be_chosen():
     def second_update(name):
         config = small(name, adam_multiplier=1.0)
         tx = make_optimizer(config, load_rule(config.optimizer), lambda count: 1e-3)
-        update = jit(tx.update)
-        _, state = update(GRADS, tx.init(PARAMS), PARAMS)
-        return update(jax.tree.map(jnp.negative, GRADS), state, PARAMS)[0]
+        # Not compiled: two programs may round differently, and the updates must be the same.
+        _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        return tx.update(jax.tree.map(jnp.negative, GRADS), state, PARAMS)[0]
 
     ours, plain, muon = map(second_update, ("celo2", "celo2-adam", "muon"))
     np.testing.assert_array_equal(ours["hidden"]["kernel"], plain["hidden"]["kernel"])

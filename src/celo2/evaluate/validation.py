@@ -54,8 +54,8 @@ def validation_recipe(
         rule = load_rule(label)
         if rule is None or split_lstm(label) is not None:
             raise ValueError(
-                f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule of Celo2: the suite has "
-                "no rates for it."
+                f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule of Celo2: the suite "
+                "has no rates for it."
             )
         # Without Newton–Schulz the best rates are AdamW's rather than Muon's.
         tuned_as = "celo2" if rule.config.orthogonalize else "celo2-base"
