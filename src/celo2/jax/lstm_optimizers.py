@@ -103,9 +103,9 @@ def velo(
             the gradient, and times their sum of squares to the loss.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from celo2.jax import velo
         >>> tx = velo(1000, rule="velo.safetensors")  # doctest: +SKIP
+        >>> state = tx.init(params)  # doctest: +SKIP
         >>> updates, state = tx.update(grads, state, params, value=loss)  # doctest: +SKIP
     """
     return _steered("velo", num_steps, rule, learning_rate, weight_decay)
@@ -131,9 +131,9 @@ def celo(
         weight_decay: coupled, as for `velo`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from celo2.jax import celo
         >>> tx = celo(1000, rule="celo.safetensors")  # doctest: +SKIP
+        >>> state = tx.init(params)  # doctest: +SKIP
         >>> updates, state = tx.update(grads, state, params, value=loss)  # doctest: +SKIP
     """
     return _steered("celo", num_steps, rule, learning_rate, weight_decay)
@@ -176,13 +176,12 @@ def _steered(
         del extra_args
         loss = _check_arguments(optimizer, updates, state, params, value)
         grads, treedef = jax.tree.flatten(updates)
-        memory = as_leaves(Accumulators, state[5:])
+        memory = as_leaves(Accumulators, (state.momentum, state.rms, state.rows, state.cols))
         tensors = [
             _view(*tensor) for tensor in zip(grads, jax.tree.leaves(params), memory, strict=True)
         ]
         if not _is_zero(weight_decay):
             loss, tensors = _decay_coupled(weight_decay, loss, tensors)
-        tensors = [tensor._replace(grad=clip_gradient(tensor.grad)) for tensor in tensors]
 
         means, minima, of_loss = read_loss(
             times, state.count, state.loss_means, state.loss_minima, loss
@@ -241,8 +240,9 @@ def _view(grad: Array, param: Array, memory: Accumulators) -> Tensor:
     return Tensor(view, grad.shape, axes, seen_param, seen_grad, memory)
 
 
-# One trace for each shape, by jit.
-_accumulate = jax.jit(functools.partial(accumulate, MLP), static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)  # one trace for each shape
+def _accumulate(axes: Axes, grad: Array, memory: Accumulators) -> Accumulators:
+    return accumulate(MLP, axes, clip_gradient(grad), memory)
 
 
 def _is_zero(weight_decay: float | Array) -> bool:
@@ -357,18 +357,19 @@ def _read_run(progress: Array, tensors: list[Tensor]) -> Array:
 
 def tensor_statistics(tensor: Tensor) -> list[Array]:
     """What VeLO's LSTM sees of a tensor: sizes of its accumulators, and its rank."""
+    momenta, rms = tensor.memory.momentum, tensor.memory.rms
+    # Multiplied in last, so that nothing as large as the tensor is kept for several sums.
     scale = lax.rsqrt(jnp.maximum(SCALE_FLOOR, jnp.mean(jnp.square(tensor.param))))
-    momenta, rms = [scale * m for m in tensor.memory.momentum], scale * tensor.memory.rms
     means = [jnp.mean(m) for m in momenta]
     of_momenta = [jnp.mean(jnp.square(m - mean)) for m, mean in zip(momenta, means, strict=True)]
     # From the means of the momenta, not from its own: the published weights are used to it.
     of_rms = [jnp.mean(jnp.square(rms - mean)) for mean in means]
     rank = sum(length > 1 for length in tensor.stored)
     return [
-        _log_size(jnp.mean(rms))[None],
+        _log_size(scale * jnp.mean(rms))[None],
         jax.nn.one_hot(rank, RANKS, dtype=jnp.float32),
-        _log_size(jnp.stack(of_momenta)),
-        _log_size(jnp.stack(of_rms)),
+        _log_size(jnp.square(scale) * jnp.stack(of_momenta)),
+        _log_size(jnp.square(scale) * jnp.stack(of_rms)),
     ]
 
 
@@ -414,6 +415,7 @@ def tensor_step(axes: Axes, tensor: tuple[Weights, Array, Array, Array, Accumula
     """The step of one viewed tensor from its MLP, its factor, and accumulators that have taken
     the gradient in."""
     mlp, scale, param, grad, memory = tensor
+    grad = clip_gradient(grad)  # again, rather than kept since it was taken in
     first_layer = split_first_layer(MLP, mlp["w0"], True) if axes.matrix else [mlp["w0"]]
     whole = tuple(range(-param.ndim, 0))
     normalize = functools.partial(normalize_inputs, axes=whole, epsilon=INPUT_EPSILON)
