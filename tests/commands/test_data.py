@@ -17,7 +17,8 @@ def text(tmp_path):
     return tmp_path / "a.txt"
 
 
-def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, capsys):
+def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setattr("celo2.commands.data.DELAY", 0)
     out = str(tmp_path / "out")
     options = ["--from", str(text), str(text), "--tokenizer", "bytes", "--tokens", "1e5"]
     assert cli.main(["data", "tokens", out, *options, "--valid-every", "4"]) == 0
@@ -52,8 +53,8 @@ def test_offline_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     use_hub(monkeypatch, types.ModuleType("datasets"), answers=False)
     options = [str(tmp_path / "out"), "--from", "fineweb-edu", "--tokenizer", "bytes"]
     assert cli.main(["data", "tokens", *options]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("celo2: HuggingFaceFW/fineweb-edu")
+    err = capsys.readouterr().err
+    assert err.startswith("celo2: HuggingFaceFW/fineweb-edu") and err.count("\n") == 1
 
 
 def fetching(calls):

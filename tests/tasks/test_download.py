@@ -73,21 +73,25 @@ def test_fetched_files_load_and_agree_with_their_source(hub, tmp_path):
     assert ("ufldl-stanford/svhn", "cropped_digits", "train") in hub.calls
 
 
-def test_datasets_decodes_images_as_the_stand_in_does(hub, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "datasets")
+def test_images_of_the_library_are_decoded(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    images_of = {"train": 25, "test": 10}
 
     def load_dataset(repository, config=None, *, split):
-        source = StandInDataset("img", (32, 32, 3), images_of[split], seed=len(split))
+        source = StandInDataset("img", (32, 32, 3), SIZES[split], seed=len(split))
         features = {"img": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
         columns = {"img": list(source.images), "label": source.labels}
         return datasets.Dataset.from_dict(columns, datasets.Features(features))
 
+    use_hub(monkeypatch, datasets)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    real = download.fetch(tmp_path / "real", ["cifar10"], full=True)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    assert real == download.fetch(tmp_path / "stand-in", ["cifar10"], full=True)
+    source = download.SOURCES["cifar10"]._replace(**SIZES)
+    monkeypatch.setitem(download.SOURCES, "cifar10", source)
+    download.fetch(tmp_path, ["cifar10"], full=True)
+    for split, arrays in (("train", "train_x train_y"), ("test", "test_x test_y")):
+        expected = StandInDataset("img", (32, 32, 3), SIZES[split], seed=len(split))
+        x, y = (getattr(images.load_images("cifar10", tmp_path, "full"), a) for a in arrays.split())
+        np.testing.assert_array_equal(x, expected.images)
+        np.testing.assert_array_equal(y, expected.labels)
 
 
 def test_manifest_keeps_origin_shapes_and_digest(hub, tmp_path):
@@ -205,7 +209,7 @@ def test_offline_mode_uses_the_cache_alone(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     download.fetch(tmp_path, ["mnist"])
     hub.load_dataset = None  # calling it fails, as a cache without the dataset does
-    with pytest.raises(download.FetchError, match="svhn .*could not be read"):
+    with pytest.raises(download.FetchError, match="svhn .*HF_HUB_OFFLINE is set.*unset it"):
         download.fetch(tmp_path, ["svhn"])
 
 

@@ -22,6 +22,8 @@ from celo2.tasks.tokens import (
 
 Sources = Annotated[tuple[str, ...], tyro.conf.arg(name="from")]  # `from` is a word of Python's
 
+DELAY = 1.0  # seconds without a bar, which what fails at once does not need
+
 
 def data(arguments: Sequence[str]) -> int:
     """Runs one of COMMANDS."""
@@ -88,7 +90,8 @@ def make_token_folder(
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 60
-    with tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=interval) as bar:
+    bar = tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=interval, delay=DELAY)
+    with bar:
 
         def report(documents: int, count: int) -> None:
             bar.set_postfix_str(f"{documents:,} documents", refresh=False)

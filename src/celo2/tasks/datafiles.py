@@ -126,8 +126,13 @@ def hub_access(what: str, instead: str) -> Iterator[None]:
             hub.get_session().head(settings.ENDPOINT, timeout=TIMEOUT)
         yield
     except Exception as error:  # the hub's client raises errors of many libraries
+        hint = (
+            "HF_HUB_OFFLINE is set, and the Hugging Face cache may not hold it: unset it"
+            if settings.HF_HUB_OFFLINE
+            else "Is this machine online? Without network, set HF_HUB_OFFLINE=1 to use what the "
+            "Hugging Face cache holds already"
+        )
         raise FetchError(
-            f"{what} could not be read from {settings.ENDPOINT}: {type(error).__name__}: "
-            f"{error}. Is this machine online? Without network, set HF_HUB_OFFLINE=1 to use what "
-            f"the Hugging Face cache holds already, {instead}."
+            f"{what} could not be read from {settings.ENDPOINT}: {type(error).__name__}: {error}. "
+            f"{hint}, {instead}."
         ) from error
