@@ -41,16 +41,23 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def gpt2(dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Parameters with gradients, named as transformers has them, stored as Linear weights."""
-    shapes = {"wte.weight": (VOCABULARY, WIDTH), "wpe.weight": (CONTEXT, WIDTH)}
+def gpt_shapes(layers: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a GPT without its table of positions: named as transformers has them, stored
+    as Linear weights.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocabulary, width)}
     sizes = {"attn.c_attn": (3, 1), "attn.c_proj": (1, 1), "mlp.c_fc": (4, 1), "mlp.c_proj": (1, 4)}
-    for i in range(LAYERS):
+    for i in range(layers):
         for name, (rows, columns) in sizes.items():
-            shapes[f"h.{i}.{name}.weight"] = rows * WIDTH, columns * WIDTH
-            shapes[f"h.{i}.{name}.bias"] = (rows * WIDTH,)
-        shapes |= {f"h.{i}.ln_{j}.{kind}": (WIDTH,) for j in "12" for kind in ("weight", "bias")}
-    shapes |= {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+            shapes[f"h.{i}.{name}.weight"] = rows * width, columns * width
+            shapes[f"h.{i}.{name}.bias"] = (rows * width,)
+        shapes |= {f"h.{i}.ln_{j}.{kind}": (width,) for j in "12" for kind in ("weight", "bias")}
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+def gpt2(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """GPT-2 124M's parameters, with gradients."""
+    shapes = gpt_shapes(LAYERS, WIDTH, VOCABULARY) | {"wpe.weight": (CONTEXT, WIDTH)}
     params = {}
     for name, shape in shapes.items():
         params[name] = nn.Parameter(0.02 * torch.randn(shape, device="cuda", dtype=dtype))

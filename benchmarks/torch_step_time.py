@@ -17,6 +17,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch_gpu import gpt_shapes
 
 from celo2.torch import Celo2, Celo2Base
 
@@ -26,14 +27,7 @@ LAYERS, WIDTH, VOCABULARY = 6, 360, 256
 def lm_params(hidden: bool) -> list[tuple[str, torch.nn.Parameter]]:
     """A language model's parameters with gradients, or the matrices of its layers alone."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"wte.weight": (VOCABULARY, WIDTH)}
-    sizes = {"attn.c_attn": (3, 1), "attn.c_proj": (1, 1), "mlp.c_fc": (4, 1), "mlp.c_proj": (1, 4)}
-    for i in range(LAYERS):
-        for name, (rows, columns) in sizes.items():
-            shapes[f"h.{i}.{name}.weight"] = rows * WIDTH, columns * WIDTH
-            shapes[f"h.{i}.{name}.bias"] = (rows * WIDTH,)
-        shapes |= {f"h.{i}.ln_{j}.{kind}": (WIDTH,) for j in "12" for kind in ("weight", "bias")}
-    shapes |= {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    shapes = gpt_shapes(LAYERS, WIDTH, VOCABULARY)
     if hidden:
         shapes = {n: s for n, s in shapes.items() if n.startswith("h.") and len(s) == 2}
     params = []

@@ -57,7 +57,7 @@ def test_nesterov_s_momentum_can_be_switched_on_for_a_saved_state():
 
     start, grads = vectors()
     bias = nn.Parameter(torch.from_numpy(start.copy()))
-    first = Celo2([("bias", bias)], RATE)
+    first = Celo2([("bias", bias)], RATE, adam_nesterov=False)
     step(first, grads[0])
     second = Celo2([("bias", bias)], RATE, adam_nesterov=True)
     saved = first.state_dict()
@@ -129,9 +129,8 @@ def test_weight_decay_reaches_weights_in_half_precision(foreach):
         torch.manual_seed(0)
         bias = nn.Parameter(torch.linspace(1, 2, 4096).bfloat16().to(dtype))
         grads = [torch.randn(4096).bfloat16().to(dtype) for _ in range(20)]
-        optimizer = Celo2(
-            [("bias", bias)], RATE, weight_decay=0.1, adam_multiplier=8, foreach=foreach
-        )
+        options = {"weight_decay": 0.1, "adam_multiplier": 8, "foreach": foreach}
+        optimizer = Celo2([("bias", bias)], RATE, **options)
         found[dtype] = steps_of(optimizer, bias, grads).float().mean().item()
     # Without it the mean stays at 1.5; with it, it falls by 20 · 8 · RATE · 0.1 of that.
     assert found[torch.bfloat16] == pytest.approx(found[torch.float32], abs=5e-3)

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from celo2.routing import MATRIX, Axes
-from celo2.rule import CLIP, FACTORED_EPSILON, RMS_EPSILON, RuleConfig, feature_count, feature_rows
-from celo2.torch.blocks import Block, Stack, part, take
+from celo2.rule import CLIP, FACTORED_EPSILON, FEATURES, RMS_EPSILON, RuleConfig, feature_rows
 from celo2.torch.moments import Moments, clean_gradient, in_order
-from celo2.torch.tensors import Extent
+from celo2.torch.tensors import Block, Extent, Stack, part, take
 
-Planes = list[Tensor] | Tensor
+Places = dict[str, Any]
+
+# The features that are as large as the tensor, in the order of the first layer's rows.
+STRIPES = ("row", "column", "inverse_row", "inverse_column")
+PLANES = tuple(feature.name for feature in FEATURES if feature.name not in STRIPES)
 
 
 class Inputs(NamedTuple):
@@ -31,7 +34,7 @@ class Inputs(NamedTuple):
         """The inputs of a block of a stack."""
         own = take((*self[:3], *self.momentum), block)
         param, grad, rms, *momentum = (x.float() for x in own)
-        factors = tuple(part(f, block, stacked=True) for f in self.factors)
+        factors = tuple(part(f, block, stacked=1) for f in self.factors)
         return Inputs(param, grad, rms, momentum, factors)
 
 
@@ -42,68 +45,51 @@ def make_inputs(axes: Axes, param: Stack, grad: Stack, moments: Moments, extent:
 
 
 def build_features(
-    inputs: Inputs, matrix: bool, skip_nonfinite: bool, out: Tensor | None = None
-) -> Planes:
+    inputs: Inputs, matrix: bool, skip_nonfinite: bool, out: Places | None = None
+) -> list[Tensor]:
     """The columns that are as large as the tensor, in the order of `split_first_layer`.
 
-    They are planes of a block, on axis -3 of `out`; or a list, for a compiler to fuse.
+    A list of planes, for a compiler to fuse; or all of them in the places that `out` names.
     """
-    at = _places(len(inputs.momentum), matrix)
-
-    def place(name: str) -> Any:
-        return None if out is None else out.narrow(-3, *at[name])
-
-    def single(name: str) -> Any:
-        return None if out is None else out.select(-3, at[name][0])
-
-    grad = clean_gradient(inputs.grad, skip_nonfinite, single("gradient"))
-    clipped = torch.clamp(grad, -CLIP, CLIP, out=single("clipped_gradient"))
-    if out is None:
-        param, *momentum, rms = (x.float() for x in (inputs.param, *inputs.momentum, inputs.rms))
-    else:
-        # They follow each other: one operation copies them all.
-        stored = [inputs.param, *inputs.momentum, inputs.rms]
-        torch.stack(stored, -3, out=out.narrow(-3, at["parameter"][0], len(stored)))
-        param, momentum, rms = single("parameter"), place("momentum"), single("rms")
-    inverse_rms = torch.add(rms, RMS_EPSILON, out=single("inverse_rms"))
-    inverse_rms = inverse_rms.rsqrt() if out is None else inverse_rms.rsqrt_()
-    over_rms = _multiply(momentum, inverse_rms, place("momentum_over_rms"))
-    scales = _scales(inputs.factors, place("factored_gradient"))
-    momenta = _multiply(momentum, scales, place("factored_momentum")) if matrix else []
-    gradients = _multiply(scales, grad, place("factored_gradient"))
-    grad_over_rms = torch.mul(grad, inverse_rms, out=single("gradient_over_rms"))
+    at: Places = dict.fromkeys(PLANES) if out is None else out
+    grad = inputs.grad if out is None else inputs.grad.unsqueeze(-3)
+    grad = clean_gradient(grad, skip_nonfinite, at["gradient"])
+    clipped = torch.clamp(grad, -CLIP, CLIP, out=at["clipped_gradient"])
+    param, momentum, rms = inputs.param, inputs.momentum, inputs.rms
     if out is not None:
-        return out
+        torch.stack([param, *momentum, rms], -3, out=at["stored"])
+        param, momentum, rms = at["parameter"], at["momentum"], at["rms"]
+    inverse_rms = torch.add(rms, RMS_EPSILON, out=at["inverse_rms"]).rsqrt_()
+    over_rms = _multiply(momentum, inverse_rms, at["momentum_over_rms"])
+    scales = _scales(inputs.factors, at["factored_gradient"])
+    momenta = _multiply(momentum, scales, at["factored_momentum"]) if matrix else []
+    gradients = _multiply(scales, grad, at["factored_gradient"])
+    grad_over_rms = torch.mul(grad, inverse_rms, out=at["gradient_over_rms"])
+    if out is not None:
+        return []
     firsts = [grad, clipped, param, *momentum, rms, *over_rms, inverse_rms]
     return [*firsts, *gradients, grad_over_rms, *momenta]
 
 
-def _places(decays: int, matrix: bool) -> dict[str, tuple[int, int]]:
-    """The first plane of each feature, and how many it has."""
-    widths = {
-        "gradient": 1,
-        "clipped_gradient": 1,
-        "parameter": 1,
-        "momentum": decays,
-        "rms": 1,
-        "momentum_over_rms": decays,
-        "inverse_rms": 1,
-        "factored_gradient": decays,
-        "gradient_over_rms": 1,
-        "factored_momentum": decays if matrix else 0,
-    }
-    places, start = {}, 0
-    for name, width in widths.items():
-        places[name] = start, width
-        start += width
-    return places
+def feature_places(config: RuleConfig, matrix: bool, out: Tensor) -> Places:
+    """The parts of `out` that features go to, all their planes on axis -3."""
+    names, widths = PLANES[: None if matrix else -1], feature_widths(config)
+    parts = out.split([widths[name] for name in names], -3)
+    # They follow each other: one operation copies them all.
+    stored = sum(widths[name] for name in ("parameter", "momentum", "rms"))
+    places = dict(zip(names, parts, strict=True))
+    return places | {"stored": out.narrow(-3, 2, stored)}
+
+
+def feature_widths(config: RuleConfig) -> dict[str, int]:
+    return {name: rows.stop - rows.start for name, rows in feature_rows(config).items()}
 
 
 def plane_count(config: RuleConfig, matrix: bool) -> int:
-    return sum(width for _, width in _places(len(config.momentum_decays), matrix).values())
+    return sum(feature_widths(config)[name] for name in PLANES[: None if matrix else -1])
 
 
-def _scales(factors: tuple[Tensor, ...], out: Tensor | None) -> Planes:
+def _scales(factors: tuple[Tensor, ...], out: Tensor | None) -> Any:
     """1/√second moment, a plane for each decay."""
     if out is None:
         return [f if len(factors) == 1 else f * factors[1][i] for i, f in enumerate(factors[0])]
@@ -114,38 +100,39 @@ def _scales(factors: tuple[Tensor, ...], out: Tensor | None) -> Planes:
     return torch.mul(*factors, out=out)
 
 
-def _multiply(xs: Planes, ys: Planes, out: Tensor | None) -> Planes:
+def _multiply(xs: Any, ys: Any, out: Tensor | None) -> Any:
     """Plane by plane, with one plane for all or one for each."""
-    if out is None:
-        ys = ys if isinstance(ys, list) else [ys] * len(xs)
-        return [x * y for x, y in zip(xs, ys, strict=True)]
-    assert isinstance(xs, Tensor) and isinstance(ys, Tensor)
-    return torch.mul(xs, ys if ys.ndim == xs.ndim else ys.unsqueeze(-3), out=out)
+    if out is not None:
+        return torch.mul(xs, ys, out=out)
+    ys = ys if isinstance(ys, list) else [ys] * len(xs)
+    return [x * y for x, y in zip(xs, ys, strict=True)]
 
 
-def sum_squares(inputs: Inputs, matrix: bool, skip_nonfinite: bool) -> Tensor:
-    """The sums of squares of a block's planes, (columns, batch…, 1, 1), in their order.
+def sum_squares(inputs: Inputs, skip_nonfinite: bool) -> Tensor:
+    """The sums of squares of a block's planes, (columns, batch…, 1, 1), for `sums_in_order`.
 
     The factors come squared. No planes are made: sums over rows are taken before a factor of the
     rows comes in.
     """
     grad = clean_gradient(inputs.grad, skip_nonfinite)
-    squares = torch.stack([grad, *inputs.momentum], -3).float().square_()
+    singles = (grad.clamp(-CLIP, CLIP), inputs.param, inputs.rms)
+    squares = torch.stack([*singles, grad, *inputs.momentum], -3).square_()
     inverse = (inputs.rms + RMS_EPSILON).reciprocal_()
     plain = squares.sum(MATRIX)
+    squares = squares.narrow(-3, len(singles), 1 + len(inputs.momentum))
     over_rms = (squares.flatten(-2) @ inverse.flatten(-2).unsqueeze(-1)).squeeze(-1)
-    gradients, momenta = _factored_sums(squares, [f.movedim(0, -3) for f in inputs.factors])
-    singles = (grad.clamp(-CLIP, CLIP), inputs.param.float(), inputs.rms)
-    lengths = [torch.linalg.vector_norm(x, dim=MATRIX) for x in singles]
-    clipped, param, rms = torch.stack(lengths, -1).square().split(1, -1)
-    sizes = (1, len(inputs.momentum))
-    (of_grad, of_momentum), (grad_over_rms, over_rms) = (
-        x.split(sizes, -1) for x in (plain, over_rms)
-    )
-    sums = [of_grad, clipped, param, of_momentum, rms, over_rms]
-    sums += [inverse.sum(MATRIX).unsqueeze(-1), gradients, grad_over_rms]
-    sums = torch.cat([*sums, momenta] if matrix else sums, -1)
+    factored = _factored_sums(squares, [f.movedim(0, -3) for f in inputs.factors])
+    sums = torch.cat([plain, over_rms, inverse.sum(MATRIX).unsqueeze(-1), *factored], -1)
     return sums.movedim(-1, 0).unsqueeze(-1).unsqueeze(-1)
+
+
+def sums_in_order(sums: Tensor, matrix: bool) -> Tensor:
+    """The results of `sum_squares` in the order of `split_first_layer`."""
+    decays = (len(sums) - 6) // 4
+    split = sums.split((1, 1, 1, 1, decays, 1, decays, 1, decays, decays))
+    clipped, param, rms, grad, momentum, grad_over_rms, over_rms, inverse, *factored = split
+    firsts = [grad, clipped, param, momentum, rms, over_rms, inverse]
+    return torch.cat([*firsts, factored[0], grad_over_rms, *factored[1:]][: None if matrix else -1])
 
 
 def _factored_sums(squares: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -169,13 +156,10 @@ def build_stripes(moments: Moments) -> tuple[Tensor, Tensor]:
 
 def split_first_layer(config: RuleConfig, kernel: Tensor, matrix: bool) -> list[Tensor]:
     """The first layer's rows for the planes, for the rows and for the columns."""
-    if not matrix:
-        return [kernel.narrow(0, 0, feature_count(config, vector=True))]
-    widths = [rows.stop - rows.start for rows in feature_rows(config).values()]
-    of = dict(zip(feature_rows(config), kernel.split(widths), strict=True))
-    stripes = (("row", "inverse_row"), ("column", "inverse_column"))
-    large = [name for name in of if not any(name in pair for pair in stripes)]
-    return [torch.cat([of[name] for name in names]) for names in (large, *stripes)]
+    names = PLANES[: None if matrix else -1], ("row", "inverse_row"), ("column", "inverse_column")
+    widths = feature_widths(config)
+    of = dict(zip(widths, kernel.split(list(widths.values())), strict=True))
+    return [torch.cat([of[name] for name in some]) for some in names[: None if matrix else 1]]
 
 
 def factored_scales(axes: Axes, moments: Moments, extent: Extent) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
-"""The rule's step on many parameters: equal ones go together, as many as a workspace allows."""
+"""Steps of many parameters, by the rule or AdamW: equal ones together, as a workspace allows."""
 
 # pyright: reportPrivateImportUsage=false
 # Torch has no public names for its foreach operations.
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from celo2.routing import Axes, MatrixView
-from celo2.rule import RuleConfig
-from celo2.torch.blocks import FLOAT, Plan, Stack, as_it_is, default_workspace
-from celo2.torch.moments import store_moments, update_moments, view_moments
-from celo2.torch.tensors import Frame, from_view, local, to_view
+from celo2.rule import ADAM_GRADIENT_LIMIT, LAST_COUNT, RuleConfig
+from celo2.torch.moments import find_peak, store_moments, update_moments, view_moments
+from celo2.torch.tensors import (
+    FLOAT,
+    Extent,
+    Frame,
+    Plan,
+    Stack,
+    as_it_is,
+    default_workspace,
+    from_view,
+    local,
+    part,
+    put,
+    take,
+    to_view,
+)
 from celo2.torch.update import Weights, finish_update, tensor_update
 
 # A product and a sum in one instruction: on a CPU the MLP takes a fifth less time.
@@ -24,115 +37,116 @@ COMPILER: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
 # An update and what Newton–Schulz makes beside it, in floats for each element.
 UPDATE_FLOATS = 4
 
+Group = dict[str, Any]  # the settings of a parameter group
+Rate = float | Tensor
+
 
 class Member(NamedTuple):
     """A parameter to move."""
 
     param: Tensor
     grad: Tensor
-    frame: Frame
     state: dict[str, Tensor]
+    frame: Any = None  # a Frame, where the rule moves it
 
 
-class Options(NamedTuple):
-    """The settings of a parameter group that the rule's step needs."""
-
-    lr: float | Tensor
-    weight_decay: float
-    rms_scale: float
-    skip_nonfinite: bool
-    hold_unused: bool
-    newton_schulz_dtype: torch.dtype | None
-    foreach: bool | None
-    maximize: bool
-    workspace: int | None
-    kernel: str | None
-    compile: bool
+def _equal(members: list[Member], foreach: bool | None) -> Iterable[list[Member]]:
+    """Members that can be stepped together."""
+    kinds: dict[Any, list[Member]] = {}
+    for i, (param, grad, state, frame) in enumerate(members):
+        dtypes = param.dtype, grad.dtype, *(x.dtype for x in state.values())
+        kind = frame or local(param).shape, param.device, dtypes
+        kinds.setdefault(i if foreach is False else kind, []).append(members[i])
+    return kinds.values()
 
 
-def move(config: RuleConfig, weights: Weights, members: list[Member], options: Options) -> None:
+def move_by_rule(
+    group: Group,
+    lr: Rate,
+    config: RuleConfig,
+    weights: Weights,
+    members: list[Member],
+    compile: bool,
+) -> None:
     """Updates parameters and states of members that are on one device."""
-    if options.compile:
+    if compile:
         # With a square matrix first, a program is made for squares and then one for all.
         members = sorted(members, key=lambda one: len(set(one.frame.extent.shape)) == 1)
-    for stack in _stacks(members, options):
-        _move_stack(config, weights, stack, options)
-
-
-def _stacks(members: list[Member], options: Options) -> Iterator[list[Member]]:
-    """Members of one kind together, as many as have room for their updates."""
-    kinds: dict[Any, list[Member]] = {}
-    for i, member in enumerate(members):
-        dtypes = member.param.dtype, member.grad.dtype, member.state["momentum_0"].dtype
-        kind = i if options.foreach is False else (member.frame, dtypes)
-        kinds.setdefault(kind, []).append(member)
-    for some in kinds.values():
-        param = local(some[0].param)
-        workspace = options.workspace or default_workspace(param.device)
-        size = max(1, workspace // (FLOAT * UPDATE_FLOATS * max(1, param.numel())))
-        for start in range(0, len(some), size):
-            yield some[start : start + size]
-
-
-def _move_stack(
-    config: RuleConfig, weights: Weights, members: list[Member], options: Options
-) -> None:
-    view, axes, extent = members[0].frame
-    params = [local(member.param).detach() for member in members]
-    grads = [local(member.grad) for member in members]
-    if options.maximize:
-        grads = torch._foreach_neg(grads)
+    largest = max((local(member.param) for member in members), key=Tensor.numel)
+    workspace = group["workspace"] or default_workspace(largest)
     plan = Plan(
-        extent._replace(shape=(len(members), *extent.shape)),
-        options.workspace or default_workspace(params[0].device),
-        options.skip_nonfinite,
-        options.hold_unused,
-        options.newton_schulz_dtype,
-        _compiled if options.compile else as_it_is,
+        Extent(()),  # of each stack
+        workspace,
+        group["skip_nonfinite"],
+        group["hold_unused"],
+        group["newton_schulz_dtype"],
+        _compiled if compile else as_it_is,
     )
+    for some in _equal(members, group["foreach"]):
+        # As many as have room for their updates.
+        numel = max(1, local(some[0].param).numel())
+        size = max(1, workspace // (FLOAT * UPDATE_FLOATS * numel))
+        for start in range(0, len(some), size):
+            _move_stack_by_rule(group, lr, config, weights, some[start : start + size], plan)
+
+
+def _move_stack_by_rule(
+    group: Group,
+    lr: Rate,
+    config: RuleConfig,
+    weights: Weights,
+    members: list[Member],
+    plan: Plan,
+) -> None:
+    frame: Frame = members[0].frame
+    view, axes, extent = frame
+    plan = plan._replace(extent=extent._replace(shape=(len(members), *extent.shape)))
+    params, grads = _parts(group, members)
     param, grad = (Stack([to_view(x, view) for x in xs]) for xs in (params, grads))
     states = [member.state for member in members]
-    moments = view_moments(config, members[0].frame, states)
-    arguments = weights, config, axes, param, grad, moments, plan
-    if kernel := _find_kernel(options, *arguments[2:]):
-        outputs, moving = kernel.triton_outputs(*arguments)
+    moments = view_moments(config, frame, states)
+    if kernel := _find_kernel(group["kernel"], axes, param, grad, moments, plan):
+        stacks = (grad, param, moments.rms, *moments.momentum)
+        outputs, moving = kernel.triton_outputs(weights, config, axes, stacks, moments, plan)
         update, running_rms = finish_update(config, axes, outputs, moments, plan)
     else:
         moving = update_moments(config, axes, grad, moments, plan)
-        update, running_rms = tensor_update(*arguments)
+        update, running_rms = tensor_update(weights, config, axes, param, grad, moments, plan)
     moments = moments._replace(running_rms=running_rms.where(moving, moments.running_rms))
-    store_moments(config, members[0].frame, states, moments)
-    descend(view, params, update, moving, options)
+    store_moments(config, frame, states, moments)
+    descend(group, lr, view, params, update, moving)
 
 
-def _find_kernel(options: Options, axes: Axes, param: Stack, *others: Any) -> Any:
+def _parts(group: Group, members: list[Member]) -> tuple[list[Tensor], list[Tensor]]:
+    """What this process has of parameters, and the gradients to descend."""
+    grads = [local(member.grad) for member in members]
+    params = [local(member.param).detach() for member in members]
+    return params, list(torch._foreach_neg(grads)) if group["maximize"] else grads
+
+
+def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> Any:
     """The module of the Triton kernels, where they were asked for or are at hand, or None."""
-    by_default = options.kernel is None and param.members[0].is_cuda and not options.compile
-    if options.kernel != "triton" and not by_default:
-        return None
-    if by_default and (importlib.util.find_spec("triton") is None or _is_fake(param.members[0])):
+    first, plan = param.members[0], others[-1]
+    fake = isinstance(first, FakeTensor) or torch.compiler.is_compiling()  # without memory
+    by_default = wish is None and first.is_cuda and not (plan.compiles or fake)
+    if wish != "triton" and not (by_default and importlib.util.find_spec("triton")):
         return None
     from celo2.torch import kernel
 
     return kernel if kernel.can_run(axes, param, *others) else None
 
 
-def _is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no memory that a kernel could work on."""
-    return isinstance(x, FakeTensor) or torch.compiler.is_compiling()
-
-
 def descend(
-    view: MatrixView, params: list[Tensor], update: Tensor, moving: Tensor, options: Options
+    group: Group, lr: Rate, view: MatrixView, params: list[Tensor], update: Tensor, moving: Tensor
 ) -> None:
     """Moves parameters by a stack of updates: param ← (1 - lr · decay) param - lr · update."""
-    size = options.rms_scale * options.lr
+    size = group["rms_scale"] * lr
     update.mul_(torch.where(moving, size, 0.0))
     steps = [from_view(own, view, params[0].shape) for own in update.unbind(0)]
-    if not options.weight_decay:
+    if not group["weight_decay"]:
         torch._foreach_sub_(params, steps)
         return
-    keep = 1 - options.lr * options.weight_decay
+    keep = 1 - lr * group["weight_decay"]
     if params[0].dtype.itemsize >= FLOAT:
         torch._foreach_mul_(params, keep)
         torch._foreach_sub_(params, steps)
@@ -148,3 +162,97 @@ def _compiled(function: Callable) -> Callable:
     known = torch._inductor.list_options()
     options = {name: value for name, value in COMPILER.items() if name in known}
     return torch.compile(function, dynamic=True, options=options)
+
+
+def init_adam_state(param: Tensor) -> dict[str, Tensor]:
+    """Zeros under torch's names, and a count of gradients that were not finite."""
+    dtype, device = torch.promote_types(param.dtype, torch.float32), local(param).device
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+        "skipped": torch.zeros((), dtype=torch.int32, device=device),
+    }
+
+
+def restore_adam_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A loaded state as `init_adam_state` makes it; older ones had no count, and torch's dtypes."""
+    new = init_adam_state(param)
+    return {
+        name: state[name].to(zeros.dtype) if name in state else zeros for name, zeros in new.items()
+    }
+
+
+def move_by_adam(group: Group, lr: Rate, members: list[Member]) -> None:
+    """Updates parameters and states by AdamW, at a multiple of the rule's rate.
+
+    Its arithmetic and its state are in float32 at least, whatever the parameter's dtype, and
+    bounded: no finite gradient makes them infinite. Torch's own does neither, and reads its step
+    counts on the host.
+    """
+    for some in _equal(members, group["foreach"]):
+        _move_stack_by_adam(group, lr, some)
+
+
+def _move_stack_by_adam(group: Group, lr: Rate, members: list[Member]) -> None:
+    param, grad = map(Stack, _parts(group, members))
+    states = [member.state for member in members]
+    averages = [Stack([local(s[name]) for s in states]) for name in ("exp_avg", "exp_avg_sq")]
+    plan = Plan(Extent(param.shape), group["workspace"] or default_workspace(param.members[0]))
+    everywhere = tuple(range(1 - len(param.shape), 0))
+
+    if group["skip_nonfinite"]:
+        counts = [s["skipped"] for s in states]
+        bad = (find_peak(grad, everywhere, plan) < torch.inf).logical_not_().flatten()
+        old = torch.stack(counts)
+        torch._foreach_copy_(counts, list((old + (bad & (old < LAST_COUNT))).unbind(0)))
+    steps = [s["step"] for s in states]
+    torch._foreach_add_(steps, 1.0)
+    corrections = _bias_corrections(torch.stack(steps), group["betas"], group["adam_nesterov"])
+    corrections = [x.view(-1, *[1] * len(everywhere)) for x in corrections]
+    for block in plan.blocks(param.shape, 8):
+        own, own_grad, *old = take((param, grad, *averages), block)
+        _move_block(group, lr, own, own_grad, old, [part(x, block) for x in corrections])
+        put((param, *averages), block, (own, *old))
+
+
+def _bias_corrections(
+    steps: Tensor, betas: tuple[float, float], nesterov: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first moment, the gradient that Nesterov adds and the second moment count for."""
+    beta1, beta2 = betas
+    first, second = 1 - beta1**steps, 1 - beta2**steps
+    if not nesterov:
+        return 1 / first, torch.zeros_like(first), second
+    return beta1 / (1 - beta1 ** (steps + 1)), (1 - beta1) / first, second
+
+
+def _move_block(
+    group: Group,
+    lr: Rate,
+    param: Tensor,
+    grad: Tensor,
+    averages: list[Tensor],
+    corrections: list[Tensor],
+) -> None:
+    exp_avg, exp_avg_sq = averages
+    beta1, beta2 = group["betas"]
+    grad = grad.to(exp_avg.dtype)
+    if group["skip_nonfinite"]:
+        grad = grad.nan_to_num(0.0, 0.0, 0.0)
+    grad = grad.clamp(-ADAM_GRADIENT_LIMIT, ADAM_GRADIENT_LIMIT)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    of_average, of_grad, of_square = corrections
+    update = exp_avg * of_average
+    if group["adam_nesterov"]:
+        update.addcmul_(grad, of_grad)
+    update.div_((exp_avg_sq / of_square).sqrt_().add_(group["eps"]))
+    rate = group["adam_multiplier"] * lr
+    # In half precision the decay, done by itself, would be rounded away.
+    moved = param if param.dtype == update.dtype else param.to(update.dtype)
+    if group["weight_decay"]:
+        moved.mul_(1 - rate * group["weight_decay"])
+    moved.sub_(update.mul_(rate))
+    if moved is not param:
+        torch._foreach_copy_([param], [moved])

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from celo2.routing import Axes
 from celo2.rule import CLIP, GRADIENT_LIMIT, RMS_EPSILON, RuleConfig
-from celo2.torch.blocks import Plan, Stack
 from celo2.torch.features import factored_scales, plane_count
 from celo2.torch.moments import Moments, count_moves, find_moving, find_rates, update_factored
+from celo2.torch.tensors import Plan, Stack
 from celo2.torch.update import FirstLayer, Layers, Weights, fold_normalizers, layers_of
 
 TILE = 128  # elements that a program of the second and third launch has
@@ -44,17 +44,17 @@ def triton_outputs(
     weights: Weights,
     config: RuleConfig,
     axes: Axes,
-    param: Stack,
-    grad: Stack,
+    arrays: tuple[Stack, ...],
     moments: Moments,
     plan: Plan,
 ) -> tuple[list[Tensor], Tensor]:
-    """The MLP's outputs, and which slices move; all moments have taken the gradients in."""
-    rows, columns = param.shape[-2:]
-    arrays = (grad, param, moments.rms, *moments.momentum)
+    """The MLP's outputs, and which slices move; all moments have taken the gradients in.
+
+    `arrays` are gradients, parameters, `rms` and momenta.
+    """
+    *batch, rows, columns = shape = arrays[0].shape
     table = _table(arrays)
     slices, decays = len(table), len(moments.momentum)
-    batch = param.shape[:-2]
     like = weights["w0"]
     dtypes = [DTYPES[stack.members[0].dtype] for stack in arrays[:4]]
     shared = {"R": rows, "C": columns, "SKIP": plan.skip_nonfinite, "ARRAYS": len(arrays)}
@@ -94,8 +94,8 @@ def triton_outputs(
     layer = fold_normalizers(weights, config, axes, squares, moments, plan)
     layers = layers_of(weights, config)
     hidden = max(16, *(triton.next_power_of_2(n) for n in config.hidden))
-    packed = _pack(layer, layers, slices, planes, hidden)
-    outputs = like.new_empty(len(layers[-1][1]), *param.shape)
+    packed = _pack(layer, layers, slices, hidden)
+    outputs = like.new_empty(len(layers[-1][1]), *shape)
     run_tiles[grid](
         *fixed,
         *packed,
@@ -130,11 +130,9 @@ def _matrices(stack: Stack) -> list[Tensor]:
     return found
 
 
-def _pack(
-    layer: FirstLayer, layers: Layers, slices: int, planes: int, hidden: int
-) -> tuple[Tensor, ...]:
+def _pack(layer: FirstLayer, layers: Layers, slices: int, hidden: int) -> tuple[Tensor, ...]:
     """The MLP with every layer as wide as the widest: kernel, offsets, layers, biases."""
-    kernel = layer.kernel.reshape(planes, -1, slices).permute(2, 0, 1)  # (slices, planes, units)
+    kernel = layer.kernel.flatten(2).permute(2, 0, 1)  # (slices, planes, units)
     kernel = torch.nn.functional.pad(kernel, (0, hidden - kernel.shape[-1])).contiguous()
     offsets = [x.reshape(len(x), slices, -1).contiguous() for x in layer.offsets]
     weights = kernel.new_zeros(len(layers), hidden, hidden)

@@ -17,8 +17,19 @@ from torch import Tensor
 
 from celo2.routing import MATRIX, Axes
 from celo2.rule import FACTORED_FLOOR, GRADIENT_LIMIT, LAST_COUNT, RuleConfig
-from celo2.torch.blocks import Plan, Stack, Sums, part, put, take
-from celo2.torch.tensors import Frame, from_view, is_view, local, to_view
+from celo2.torch.tensors import (
+    Frame,
+    Plan,
+    Stack,
+    Sums,
+    from_view,
+    is_view,
+    local,
+    part,
+    put,
+    take,
+    to_view,
+)
 
 STATISTICS, COUNTS = ("rows", "cols", "running_rms"), ("moves", "skipped")
 DECAYS_FIRST = ("rows", "cols")
@@ -32,10 +43,9 @@ class Moments(NamedTuple):
     rows: Tensor  # factored second moments, (decays, …); a vector keeps its whole ones here
     cols: Tensor
     running_rms: Tensor  # mean RMS of the updates so far, for the rolling norms
-    counts: (
-        Tensor  # two in front: `moves`, steps in which a slice moved, 0 until its first non-zero
-    )
-    # gradient, and `skipped`, steps left out because the gradient was not finite
+    # Two in front: `moves`, steps in which a slice moved, 0 until its first non-zero gradient, and
+    # `skipped`, steps left out because the gradient was not finite.
+    counts: Tensor
 
     @property
     def moves(self) -> Tensor:
@@ -208,9 +218,7 @@ def clean_gradient(grad: Tensor, skip_nonfinite: bool, out: Tensor | None = None
     Where slices that are not finite are skipped, nothing of them may be NaN: 0 · NaN is NaN.
     """
     grad = torch.clamp(grad.float(), -GRADIENT_LIMIT, GRADIENT_LIMIT, out=out)
-    if not skip_nonfinite:
-        return grad
-    return grad.nan_to_num(0.0) if out is None else grad.nan_to_num_(0.0)
+    return grad.nan_to_num_(0.0) if skip_nonfinite else grad
 
 
 def find_peak(grad: Stack, axes: tuple[int, ...], plan: Plan) -> Tensor:

@@ -1,8 +1,10 @@
-"""The rule as a `torch.optim.Optimizer`."""
+"""The rule as a `torch.optim.Optimizer`, and what loading its state_dict must hold to."""
 
 # pyright: reportPrivateImportUsage=false
 # Torch has no public names for its foreach operations.
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from celo2.routing import Explanation, MatrixView, Overrides
-from celo2.rule import ADAM_MULTIPLIER, Rule
+from celo2.routing import Explanation, Overrides, Route
+from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.rulefile import as_rule, digest
-from celo2.torch.adam import move_by_adam
-from celo2.torch.grouping import Member, Options, move
+from celo2.torch.grouping import (
+    Member,
+    init_adam_state,
+    move_by_adam,
+    move_by_rule,
+    restore_adam_state,
+)
 from celo2.torch.modules import (
     Params,
     check_gradients,
@@ -25,14 +32,18 @@ from celo2.torch.modules import (
     explain_groups,
     find_modules,
     list_params,
+    name_of,
     route_group,
     unpack_route,
 )
-from celo2.torch.moments import init_moments
-from celo2.torch.state import load_state
-from celo2.torch.tensors import aligned, frame_of, full_precision, local
+from celo2.torch.moments import init_moments, momentum_names, small_shapes
+from celo2.torch.tensors import Frame, aligned, frame_of, full_precision, local
 
 CPU = torch.device("cpu")
+Groups = list[dict[str, Any]]
+
+# What a group keeps when a state is loaded: the state is held to it.
+OWN = ("rule", "rule_digest", "routes", "published")
 
 
 class Skipped(NamedTuple):
@@ -72,7 +83,7 @@ class Celo2(torch.optim.Optimizer):
         foreach: False updates every tensor by itself; else those of one shape go together.
         capturable: as torch has it; here every step can be captured in a CUDA graph.
         workspace: bytes that the temporaries of a step may take beside one tensor's update: 1 GiB
-            by default, on a CPU 4 MiB, which its caches hold.
+            by default; on a CPU as many as the largest tensor has, from 1 MiB to 4 MiB.
         kernel: "triton" for fused kernels on matrices, "eager" for torch's operations. Default: the
             former on CUDA, where Triton is installed and nothing is compiled.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
@@ -194,43 +205,40 @@ class Celo2(torch.optim.Optimizer):
         for group in self.param_groups:
             check_gradients(group)
         for group in self.param_groups:
-            members, others = [], []
+            # By id: a parameter that is given twice is moved once.
+            members: dict[str, dict[int, Member]] = {"rule": {}, "adam": {}}
             for i, param in enumerate(group["params"]):
-                if param.grad is None or param.numel() == 0:
-                    continue
-                route = unpack_route(group["routes"][i])
-                if route.updater == "adam":
-                    others.append(param)
-                else:
-                    members.append(self._member(group, param, route.view))
+                if param.grad is not None and param.numel() > 0:
+                    route = unpack_route(group["routes"][i])
+                    members[route.updater][id(param)] = self._member(group, param, route)
             lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-            # A parameter that is given twice is moved once.
-            others = list({id(param): param for param in others}.values())
-            members = list({id(member.param): member for member in members}.values())
-            move_by_adam(group, lr, others, [self.state[param] for param in others])
-            self._move_by_rule(group, lr, members)
+            move_by_adam(group, lr, list(members["adam"].values()))
+            self._move_by_rule(group, lr, list(members["rule"].values()))
         return loss
 
-    def _member(self, group: dict[str, Any], param: Tensor, view: MatrixView) -> Member:
-        frame = frame_of(param, view)
-        state = self.state[param]
+    def _member(self, group: dict[str, Any], param: Tensor, route: Route) -> Member:
+        state, grad = self.state[param], aligned(param.grad, param)
+        if route.updater == "adam":
+            if not state:
+                state.update(init_adam_state(param))
+            return Member(param, grad, state)
+        frame = frame_of(param, route.view)
         if not state:
             config = self._rules[group["rule"]].config
             state.update(init_moments(config, frame, param, group["momentum_dtype"]))
-        return Member(param, aligned(param.grad, param), frame, state)
+        return Member(param, grad, state, frame)
 
     def _move_by_rule(
         self, group: dict[str, Any], lr: float | Tensor, members: list[Member]
     ) -> None:
-        settings = {name: group[name] for name in Options._fields if name not in ("lr", "compile")}
-        options = Options(lr=lr, compile=self._compile, **settings)
         by_device: dict[torch.device, list[Member]] = {}
         for member in members:
             by_device.setdefault(member.param.device, []).append(member)
+        config = self._rules[group["rule"]].config
         for device, some in by_device.items():
-            config = self._rules[group["rule"]].config
+            weights = self._weights_on(group["rule"], device)
             with full_precision(device):
-                move(config, self._weights_on(group["rule"], device), some, options)
+                move_by_rule(group, lr, config, weights, some, self._compile)
 
     def _weights_on(self, rule: str, device: torch.device) -> dict[str, Tensor]:
         if (rule, device) not in self._weights:
@@ -247,11 +255,9 @@ class Celo2(torch.optim.Optimizer):
         sharded parameter, AdamW counts what this process has of it.
         """
         counts = {"rule": 0, "adam": 0}
-        for state in self.state.values():
-            if "skipped" in state:
-                counts["adam" if "exp_avg" in state else "rule"] += int(
-                    local(state["skipped"]).sum()
-                )
+        for state in filter(None, self.state.values()):
+            kind = "adam" if "exp_avg" in state else "rule"
+            counts[kind] += int(local(state["skipped"]).sum())
         return Skipped(**counts)
 
     def explain(self) -> Explanation:
@@ -264,7 +270,54 @@ class Celo2(torch.optim.Optimizer):
         Groups keep the rule and the routes that this optimizer was made with; a state that does
         not fit them is refused before anything is changed.
         """
-        load_state(self, self._rules, super().load_state_dict, state_dict)
+        own = [dict(group) for group in self.param_groups]
+        content: dict[str, Any] = {}
+
+        def look(_, loaded: dict[str, Any]) -> None:
+            self._check_content(loaded)
+            content.update(loaded)
+
+        # The last of the hooks: it sees what the others have made of the content.
+        handle = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        saved = content["param_groups"]
+        for group, before, other in zip(self.param_groups, own, saved, strict=True):
+            # A setting may be newer than the saved state.
+            group.update({k: v for k, v in before.items() if k in OWN or k not in group})
+            if other.get("rule_digest") != group["rule_digest"]:
+                warnings.warn(
+                    f"The state was saved with another rule than {group['rule']}, which goes on "
+                    "with it.",
+                    stacklevel=2,
+                )
+        # Statistics in the dtypes that torch has cast away, on their parameter's device.
+        for group, i, state in _saved_states(self.param_groups, content):
+            param = group["params"][i]
+            state = {name: x.to(param.device) for name, x in state.items()}
+            is_adam = unpack_route(group["routes"][i]).updater == "adam"
+            self.state[param] = restore_adam_state(param, state) if is_adam else state
+
+    def _check_content(self, content: dict[str, Any]) -> None:
+        """Raises a ValueError where a state_dict was made with another rule or other routes."""
+        sizes, saved_sizes = (
+            [len(group["params"]) for group in some]
+            for some in (self.param_groups, content["param_groups"])
+        )
+        if sizes != saved_sizes:
+            return  # torch has an error for that
+        for group, i, state in _saved_states(self.param_groups, content):
+            route, name = unpack_route(group["routes"][i]), name_of(group, i)
+            if route.updater == "rule":
+                frame = frame_of(group["params"][i], route.view)
+                check_state(self._rules[group["rule"]].config, frame, state, name)
+            elif "exp_avg" not in state:
+                raise ValueError(
+                    f"the state of {name} is the rule's, but AdamW updates it here: it was made "
+                    "with another routing (see `overrides` and `explain()`)."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_rules", "_overrides", "_compile", "_weights")
@@ -283,3 +336,29 @@ class Celo2Base(Celo2):
     """
 
     default_rule = "celo2-base"
+
+
+def check_state(config: RuleConfig, frame: Frame, state: dict[str, Tensor], name: str) -> None:
+    """Raises a ValueError where a loaded state was made with another rule or other views."""
+    missing = [key for key in (*momentum_names(config), "rms") if key not in state]
+    if missing or f"momentum_{len(config.momentum_decays)}" in state:
+        raise ValueError(
+            f"the state of {name} has {sum(k.startswith('momentum_') for k in state)} momenta and "
+            f"the rule {len(config.momentum_decays)}: it was made with another rule or routing."
+        )
+    for key, shape in small_shapes(config, frame.axes, frame.extent.shape).items():
+        if tuple(state[key].shape) != shape:
+            raise ValueError(
+                f"the state of {name} has {key} of shape {tuple(state[key].shape)} where {shape} "
+                "is needed: it was made with other views (see `overrides` and `published`)."
+            )
+
+
+def _saved_states(
+    groups: Groups, content: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], int, dict[str, Tensor]]]:
+    """Each parameter's group, its place there and its saved state, where it has one."""
+    for group, saved in zip(groups, content["param_groups"], strict=True):
+        for i, key in enumerate(saved["params"]):
+            if state := content["state"].get(key):
+                yield group, i, state

@@ -21,18 +21,20 @@ from celo2.rule import (
     NEWTON_SCHULZ_STEPS,
     RuleConfig,
 )
-from celo2.torch.blocks import Plan, Stack, Sums, part
 from celo2.torch.features import (
     Inputs,
+    Places,
     build_features,
     build_stripes,
+    feature_places,
     make_inputs,
     plane_count,
     split_first_layer,
     sum_squares,
+    sums_in_order,
 )
 from celo2.torch.moments import Moments, in_order
-from celo2.torch.tensors import Extent
+from celo2.torch.tensors import Extent, Plan, Stack, Sums, part
 
 Weights = Mapping[str, Tensor]
 Layers = list[tuple[Tensor, Tensor]]
@@ -64,14 +66,14 @@ def finish_update(
     update = FORMS[config.form](*outputs, plan.extent)
     if config.orthogonalize and axes.matrix:
         whole = newton_schulz(plan.extent.gathered(update), dtype=plan.newton_schulz_dtype)
-        update = plan.extent.own(whole).float()
+        update = plan.extent.own(whole)
     return normalize(config.norm, update, moments, plan.extent)
 
 
 class FirstLayer(NamedTuple):
     """The MLP's first layer with each column's normaliser multiplied in."""
 
-    kernel: Tensor  # for the planes, (columns · hidden units, batch…, 1, 1)
+    kernel: Tensor  # for the planes, (columns, hidden units, batch…, 1, 1)
     offsets: list[Tensor]  # (hidden units, …): row features with the bias, and column features
 
 
@@ -83,9 +85,10 @@ def normalize_inputs(
     squares = Sums()
     squared = inputs._replace(factors=tuple(f.square() for f in inputs.factors))
     for block in plan.blocks(shape, 3 * len(inputs.momentum) + 6):
-        found = sum_squares(squared.cut(block), axes.matrix, plan.skip_nonfinite)
-        squares.add(block, found, (len(found), *shape[:-2], 1, 1), stacked=True)
-    return fold_normalizers(weights, config, axes, squares.total, moments, plan)
+        found = sum_squares(squared.cut(block), plan.skip_nonfinite)
+        squares.add(block, found, (len(found), *shape[:-2], 1, 1), stacked=1)
+    sums = sums_in_order(squares.total, axes.matrix)
+    return fold_normalizers(weights, config, axes, sums, moments, plan)
 
 
 def fold_normalizers(
@@ -93,7 +96,7 @@ def fold_normalizers(
 ) -> FirstLayer:
     """The first layer from the sums of squares of all planes, (columns, batch…, 1, 1)."""
     parts = split_first_layer(config, weights["w0"], axes.matrix)
-    kernel = _normalized(parts[0], plan.extent.mean(squares, MATRIX)).flatten(0, 1)
+    kernel = _normalized(parts[0], plan.extent.mean(squares, MATRIX))
     bias = weights["b0"].view(-1, *[1] * (squares.ndim - 1))
     if not axes.matrix:
         return FirstLayer(kernel, [bias])
@@ -120,20 +123,21 @@ def apply_mlp(
     shape = inputs.grad.shape
     layers = layers_of(weights, config)
     outputs = weights["w0"].new_empty((len(layers[-1][1]), *shape)).unbind(0)
-    output = outputs[0]
-    width = max(config.hidden)
-    planes = max(plane_count(config, axes.matrix), width)
+    width = max(*config.hidden, len(outputs))
+    floats = max(plane_count(config, axes.matrix), width), width
     copies = 0 if shape[0] == 1 else len(inputs.momentum) + 3
-    cuts = list(plan.blocks(shape, planes + width + copies))
+    cuts = list(plan.blocks(shape, sum(floats) + copies))
     if plan.compiles:
-        run = plan.fuse(run_units)
+        run = functools.partial(plan.fuse(run_units), layers)
     else:
-        largest = max(part(output, cut).numel() for cut in cuts)
-        room = output.new_empty(planes * largest), output.new_empty(width * largest)
-        run = functools.partial(run_products, room)
+        largest = max(part(outputs[0], cut).numel() for cut in cuts)
+        rooms = [outputs[0].new_empty(n * largest) for n in floats]
+        arrange = functools.partial(arrange_room, config, axes.matrix, layers, rooms)
+        run = functools.partial(run_products, functools.cache(arrange))
     for cut in cuts:
-        kernel, *offsets = (part(x, cut, stacked=True) for x in (layer.kernel, *layer.offsets))
-        found = run(layers, kernel, offsets, inputs.cut(cut), axes.matrix, plan.skip_nonfinite)
+        kernel = part(layer.kernel, cut, stacked=2)
+        offsets = [part(x, cut, stacked=1) for x in layer.offsets]
+        found = run(kernel, offsets, inputs.cut(cut), axes.matrix, plan.skip_nonfinite)
         torch._foreach_copy_([part(output, cut) for output in outputs], list(found))
     return outputs
 
@@ -157,7 +161,7 @@ def run_units(
     """The MLP of a block with a plane for every hidden unit: a compiler makes one loop of it."""
     planes = build_features(inputs, matrix, skip_nonfinite)
     units = []
-    for h, column in enumerate(kernel.unflatten(0, (len(planes), -1)).unbind(1)):
+    for h, column in enumerate(kernel.unbind(1)):
         unit: Any = sum(offset.select(0, h) for offset in offsets)
         for weight, plane in zip(column.unbind(0), planes, strict=True):
             unit = unit + weight * plane
@@ -172,47 +176,55 @@ def run_units(
     return units
 
 
+class Room(NamedTuple):
+    """Where the planes and hidden units of a block are, and what follows the first layer."""
+
+    places: Places
+    planes: Tensor  # the same as (slices, planes, elements)
+    units: Tensor  # of the first layer, (slices, units, elements)
+    layers: list[tuple[Tensor, Tensor, Tensor]]  # bias, weight, and where the products go
+
+
+def arrange_room(
+    config: RuleConfig, matrix: bool, layers: Layers, rooms: list[Tensor], shape: tuple[int, ...]
+) -> Room:
+    """Places for a block of this shape: planes and hidden units take turns in two rooms."""
+    *batch, rows, columns = shape
+    count, size, planes = math.prod(batch), rows * columns, plane_count(config, matrix)
+    values, units, *others = (
+        rooms[i % 2].narrow(0, 0, count * n * size).view(count, n, size)
+        for i, n in enumerate((planes, *config.hidden, len(layers[-1][1])))
+    )
+    places = feature_places(config, matrix, values.view(*batch, planes, rows, columns))
+    after = [
+        (bias.unsqueeze(-1), weight.mT.expand(count, -1, -1), out)
+        for (weight, bias), out in zip(layers, others, strict=True)
+    ]
+    return Room(places, values, units, after)
+
+
 def run_products(
-    room: tuple[Tensor, Tensor],
-    layers: Layers,
+    arrange: Callable[[tuple[int, ...]], Room],
     kernel: Tensor,
     offsets: list[Tensor],
     inputs: Inputs,
     matrix: bool,
     skip_nonfinite: bool,
 ) -> tuple[Tensor, ...]:
-    """The MLP of a block with a product of matrices for every layer.
-
-    Planes and hidden units take turns in the two parts of `room`.
-    """
-    *batch, rows, columns = inputs.grad.shape
-    size, width = rows * columns, offsets[0].shape[0]
-    kernel = kernel.flatten(-2).squeeze(-1).unflatten(0, (-1, width))
-    kernel = kernel.movedim((1, 0), (-2, -1)).flatten(0, -3)  # (batch, units, planes)
-    count, _, planes = kernel.shape
-    first, second = room
-    out = _shaped(first, *batch, planes, rows, columns)
-    features = build_features(inputs, matrix, skip_nonfinite, out)
-    assert isinstance(features, Tensor)
-    units = _shaped(second, count, width, size)
-    offset = offsets[0].flatten(1).unsqueeze(0)  # a vector's bias
+    """The MLP of a block with a product of matrices for every layer."""
+    *batch, rows, columns = shape = tuple(inputs.grad.shape)
+    room = arrange(shape)
+    build_features(inputs, matrix, skip_nonfinite, room.places)
+    units, offset = room.units, offsets[0].flatten(1)  # a vector's bias
     if matrix:
+        out = units.view(*batch, units.shape[1], rows, columns)
+        torch.add(*(x.movedim(0, -3) for x in offsets), out=out)
         offset = units
-        torch.add(
-            *(x.movedim(0, -3) for x in offsets), out=units.view(*batch, width, rows, columns)
-        )
-    torch.baddbmm(offset, kernel, features.view(count, planes, size), out=units)
-    for layer, bias in layers:
-        hidden = units.relu_()
-        units = _shaped(first, count, layer.shape[1], size)
-        torch.baddbmm(bias.view(1, -1, 1), layer.mT.expand(count, -1, -1), hidden, out=units)
-        first, second = second, first
+    kernel = kernel.flatten(2).permute(2, 1, 0)  # (slices, units, planes)
+    torch.baddbmm(offset, kernel, room.planes, out=units)
+    for bias, weight, out in room.layers:
+        units = torch.baddbmm(bias, weight, units.relu_(), out=out)
     return units.view(*batch, units.shape[1], rows, columns).unbind(-3)
-
-
-def _shaped(room: Tensor, *shape: int) -> Tensor:
-    """The beginning of a flat tensor as one of this shape."""
-    return room.narrow(0, 0, math.prod(shape)).view(shape)
 
 
 # Each takes the direction, the magnitude if it needs one, and the stack's extent.
@@ -228,31 +240,42 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 def newton_schulz(
     x: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Pushes the singular values of `x` towards 1, over its last two axes; the result in `dtype`.
+    """Pushes the singular values of `x` towards 1, over its last two axes and in place.
 
-    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough.
+    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough. The
+    products of matrices are in `dtype`.
     """
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
         return newton_schulz(x.mT, steps, dtype).mT
     norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
-    y = (x / (norm + NEWTON_SCHULZ_EPSILON)).to(dtype or x.dtype)
+    y = x.div_(norm + NEWTON_SCHULZ_EPSILON).to(dtype or x.dtype)
     # One matrix is multiplied as such: as a stack of one, y yᵀ takes up to 1.4 times as long.
     single = y.shape[:-2].numel() == 1
-    y = y.reshape(y.shape[-2:] if single else (-1, *y.shape[-2:]))
-    multiply_add = torch.addmm if single else torch.baddbmm
-    if y.shape[-1] >= 2 * y.shape[-2]:
-        y = _gram_polynomial(y @ y.mT, steps, multiply_add) @ y
-    else:
+    y = y.view(y.shape[-2:]) if single else y.flatten(0, -3)
+    multiply, multiply_add = torch.matmul, torch.addmm if single else torch.baddbmm
+    if single and _suits_onednn(y):
+        multiply, multiply_add = _multiply, _multiply_add
+    if 2 * y.shape[-1] < 3 * y.shape[-2]:
         a, b, c = NEWTON_SCHULZ
         for _ in range(steps):
-            gram = y @ y.mT
+            gram = multiply(y, y.mT)
             factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
-            y = multiply_add(y, factor, y, beta=a)
-    return y.view(x.shape)
+            torch._foreach_copy_([y], [multiply_add(y, factor, y, beta=a)])
+    else:
+        total = _gram_polynomial(multiply(y, y.mT), steps, multiply, multiply_add)
+        # In parts on a CPU, where a second array of this size would be the step's largest.
+        parts = 4 if y.device.type == "cpu" else 1
+        for columns in y.split(-(-y.shape[-1] // parts), -1):
+            torch._foreach_copy_([columns], [multiply(total, columns)])
+    if y.dtype != x.dtype:
+        torch._foreach_copy_([x], [y.view(x.shape)])
+    return x
 
 
-def _gram_polynomial(gram: Tensor, steps: int, multiply_add: Callable[..., Tensor]) -> Tensor:
+def _gram_polynomial(
+    gram: Tensor, steps: int, multiply: Callable[..., Tensor], multiply_add: Callable[..., Tensor]
+) -> Tensor:
     """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
 
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
@@ -267,10 +290,31 @@ def _gram_polynomial(gram: Tensor, steps: int, multiply_add: Callable[..., Tenso
 
     total = factor = factor_of(gram)
     for _ in range(steps - 1):
-        gram = factor @ gram @ factor
+        gram = multiply(factor, gram)
+        gram = multiply(gram, factor)
         factor = factor_of(gram)
-        total = factor @ total
+        total = multiply(factor, total)
     return total
+
+
+def _suits_onednn(y: Tensor) -> bool:
+    """Whether oneDNN multiplies a matrix faster than MKL, which `@` calls.
+
+    MKL uses half the width of an AMD core's registers and takes twice as long; elsewhere, and with
+    small matrices, there is no difference.
+    """
+    found = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return found and y.device.type == "cpu" and y.dtype == torch.float32 and len(y) >= 96
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    # What torch.compile makes of a Linear on a CPU. It takes long with a part of a matrix.
+    y = y if y.mT.is_contiguous() else y.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x, y.mT, None, "none", [], "")
+
+
+def _multiply_add(z: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _multiply(x, y).mul_(alpha).add_(z, alpha=beta)
 
 
 def normalize(norm: str, update: Tensor, moments: Moments, extent: Extent) -> tuple[Tensor, Tensor]:
