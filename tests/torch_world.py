@@ -125,7 +125,7 @@ def check_equal_to_one_process(model: nn.Module, kind: str, steps: int) -> None:
 
 
 def check_fully_sharded(
-    here: Here, kind: str, steps: int = 20, along: Callable | None = None
+    here: Here, kind: str, steps: int = 8, along: Callable | None = None
 ) -> None:
     model = sharded(here, along=along)
     optimizer = make_optimizer(model, kind)

@@ -9,6 +9,7 @@ from torch import nn
 import celo2.jax
 from celo2.routing import MatrixView
 from celo2.torch import Celo2
+from rules import jit
 from small import SMALL, SMALL_BASE, make_rule
 
 STEPS = 3
@@ -30,6 +31,7 @@ def test_published_updates_of_both_rooms_agree(config):
     overrides = {"": "rule"}
     optimizer = Celo2(model, 1.0, rule=rule, published=True, overrides=overrides)
     tx = celo2.jax.celo2(1.0, rule=rule, published=True, overrides=overrides)
+    update = jit(tx.update)
     state, rng = None, np.random.default_rng(0)
     for _ in range(STEPS):
         params, grads, weights = {}, {}, {}
@@ -40,7 +42,7 @@ def test_published_updates_of_both_rooms_agree(config):
             params[name], grads[name] = (jnp.asarray(x.transpose(order)) for x in (start, grad))
         optimizer.step()
         state = tx.init(params) if state is None else state
-        updates, state = tx.update(grads, state, params)
+        updates, state = update(grads, state, params)
         for name, (_, order) in LAYERS.items():
             ours = weights[name].detach().numpy().transpose(order) - np.asarray(params[name])
             np.testing.assert_allclose(ours, updates[name], rtol=0, atol=2e-4, err_msg=name)

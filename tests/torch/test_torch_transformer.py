@@ -14,7 +14,7 @@ from celo2.tasks.networks import LMConfig, cross_entropy, init_lm, lm_logits
 from celo2.torch import Celo2, Celo2Base
 from rules import jit
 
-CONFIG = LMConfig(width=32, layers=2, head_width=16, length=16, vocab=40)
+CONFIG = LMConfig(width=32, layers=1, head_width=16, length=16, vocab=40)
 STEPS, BATCH = 50, 8
 
 
