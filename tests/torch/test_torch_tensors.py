@@ -18,7 +18,8 @@ def test_foreach_equals_one_by_one():
     models = [make_model(), make_model()]
     for foreach, model in zip((None, False), models, strict=True):
         train(model, Celo2(model, LR, rule=RULE, foreach=foreach, weight_decay=0.1), 5)
-    assert_same(*models, rtol=1e-5, atol=1e-6)
+    # A product of stacks rounds otherwise; small singular values show it most, within LR / 2,000.
+    assert_same(*models, rtol=1e-5, atol=LR / 2_000)
 
 
 def test_dtypes_and_shapes_can_be_mixed():
