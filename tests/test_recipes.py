@@ -24,7 +24,7 @@ NEED_RULES = [
 # Built in the ordinary run of the tests: one of each kind. The others take minutes together.
 QUICKLY = (
     *("quick", "lm-0.8m", "minatar"),
-    *(f"paper/{n}" for n in ("lm30m", "vit-b16-imagenet", "minatar-sensitivity")),
+    "paper/lm30m",
     "paper/ablation-augmentation",
 )
 RULE = "rule.safetensors"
