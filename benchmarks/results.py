@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -36,15 +37,14 @@ NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "celo2": "Celo2",
-    "celo2-adam": "Celo2, plain Adam",
-    "celo2-nesterov": "Celo2, Nesterov Adam",
+    "celo2-start": "its start, untrained",
     "celo2-base": "Celo2-base",
     "published": "the authors' rule",
 }
 ORDER = tuple(NAMES)
 COLOR = dict(zip(("adamw", "muon", "celo2", "celo2-base", "published"), COLORS, strict=False))
-COLOR["celo2-nesterov"] = COLOR["celo2-adam"] = COLOR["celo2"]
-DASHES = {"published": "--", "celo2-nesterov": ":", "celo2-adam": ":"}
+COLOR["celo2-start"] = COLOR["celo2"]
+DASHES = {"published": "--", "celo2-start": ":"}
 TASKS = {
     "lm-0.8m": "language model, 0.85M",
     "lm-1m": "language model, 1M",
@@ -59,8 +59,7 @@ TASKS = {
 MARKS = {
     "muon": "s",
     "celo2": "o",
-    "celo2-nesterov": "*",
-    "celo2-adam": "*",
+    "celo2-start": "x",
     "celo2-base": "v",
     "published": "D",
 }
@@ -92,6 +91,7 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
     losses = [pair for pair in tasks if not is_game(pair[1])]
     by_task = dict(map(reversed, tasks))
     multipliers = read_sweep(DOCS / "results" / "adam-multiplier.jsonl")
+    nesterov = read_sweep(DOCS / "results" / "adam-nesterov.jsonl")
     language_model = by_task["lm-0.8m"].tasks["lm-0.8m"]
     texts = {
         DOCS / "results.md": {task: table(sweep, task) for sweep, task in tasks},
@@ -99,7 +99,7 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
             "rates": rate_table(language_model),
             "best rates": best_rate_table(tasks),
             "adam multiplier": multiplier_table(multipliers.tasks["lm-0.8m"]),
-            "nesterov": nesterov_gain(language_model),
+            "nesterov": nesterov_gain(nesterov.tasks["lm-0.8m"]),
         },
         ROOT / "README.md": {
             "losses": summary_table("final validation loss", losses, ".3f"),
@@ -178,7 +178,7 @@ def rate_table(entries: list[Entry]) -> str:
 
 def best_rate_table(tasks: list[tuple[Sweep, str]]) -> str:
     """Each optimizer's best rate on each task."""
-    columns = [label for label in ORDER if label not in ("celo2-adam", "celo2-nesterov")]
+    columns = [label for label in ORDER if label != "celo2-start"]
     rows = []
     for sweep, task in tasks:
         found = {entry.label: entry for entry in sweep.tasks[task]}
@@ -206,10 +206,10 @@ def multiplier_table(entries: list[Entry]) -> str:
 def nesterov_gain(entries: list[Entry]) -> str:
     """By how much Nesterov's momentum in AdamW lowers the loss, least and most over the rates."""
     found = {entry.label: entry for entry in entries}
-    # In records of version 0.1 celo2 has the paper's plain AdamW.
-    labels = ("celo2-adam", "celo2") if "celo2-adam" in found else ("celo2", "celo2-nesterov")
+    # The records are of version 0.1, where celo2 has the paper's plain AdamW.
     plain, nesterov = (
-        {run.config.learning_rate: run.score for run in found[label].tuning} for label in labels
+        {run.config.learning_rate: run.score for run in found[label].tuning}
+        for label in ("celo2", "celo2-nesterov")
     )
     gains = [plain[rate] - nesterov[rate] for rate in plain]
     return f"{min(gains):.3f} to {max(gains):.3f}"
@@ -304,9 +304,7 @@ def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
             style = {"color": COLOR[entry.label], "linewidth": 1.4}
             style["linestyle"] = DASHES.get(entry.label, "-")
             panel.plot(*zip(*shown, strict=True), label=NAMES[entry.label], **style)
-    handles, labels = panels[0].get_legend_handles_labels()
-    where = "outside upper center"
-    figure.legend(handles, labels, loc=where, ncols=6, fontsize=9, frameon=False)
+    place_legend(figure, panels)
     FigureCanvasAgg(figure).print_figure(CURVES, dpi=150)
 
 
@@ -323,8 +321,8 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
                 style = {"color": COLOR[entry.label]}
                 panel.plot([low, high], [height] * 2, linewidth=1, **style)
                 style["markersize"] = 7 if entry.label == "celo2" else 5
-                label = NAMES[entry.label] if line == 0 else None
-                panel.plot(mean, height, MARKS[entry.label], label=label, **style)
+                style["label"] = NAMES[entry.label]
+                panel.plot(mean, height, MARKS[entry.label], linestyle="", **style)
     panel.set_yticks(range(len(tasks)), [TASKS[task] for _, task in tasks])
     panel.set_ylim(len(tasks) - 0.45, -0.55)
     panel.set_xscale("log")
@@ -335,8 +333,25 @@ def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
     turned = " (of PPO: AdamW's return / return)" if games else ""
     panel.set_xlabel(f"final validation loss / AdamW's{turned}; left is better")
     panel.grid(axis="x", which="both", alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    place_legend(figure, [panel])
     FigureCanvasAgg(figure).print_figure(SUMMARY, dpi=150)
+
+
+def place_legend(figure: Figure, panels: Iterable[Axes]) -> None:
+    """One legend above the panels, each optimizer once."""
+    found = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        found = dict(zip(labels, handles, strict=True)) | found
+    shown = [name for name in NAMES.values() if name in found]
+    figure.legend(
+        [found[name] for name in shown],
+        shown,
+        loc="outside upper center",
+        ncols=6,
+        fontsize=9,
+        frameon=False,
+    )
 
 
 def beside_adamw(sweep: Sweep, task: str, entry: Entry) -> tuple[float, float, float] | None:
