@@ -117,7 +117,7 @@ def test_learning_takes_every_epoch_and_minibatch_in_a_new_order():
     config = dataclasses.replace(TINY, rollout=8, epochs=3, minibatches=4)
     params, batch = random_batch(config)
     batch = batch._replace(value=jnp.arange(32.0))
-    tx = optax.GradientTransformation(lambda params: 0, record)
+    tx = optax.with_extra_args_support(optax.GradientTransformation(lambda params: 0, record))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "ppo_loss", spy)
         (_, count), _ = ppo.learn(config, tx, params, 0, batch, jax.random.key(0))

@@ -345,8 +345,9 @@ def learn(
     def update(carry, rows):
         params, optimizer = carry
         part = jax.tree.map(lambda x: x[rows], batch)
-        grads, losses = jax.grad(partial(ppo_loss, config), has_aux=True)(params, part)
-        updates, optimizer = tx.update(grads, optimizer, params, value=losses["loss"])
+        loss = jax.value_and_grad(partial(ppo_loss, config), has_aux=True)
+        (value, losses), grads = loss(params, part)
+        updates, optimizer = tx.update(grads, optimizer, params, value=value)
         return (optax.apply_updates(params, updates), optimizer), losses
 
     keys = jax.random.split(key, config.epochs)
