@@ -131,8 +131,8 @@ def apply_mlp(
         run = functools.partial(plan.fuse(run_units), layers)
     else:
         largest = max(part(outputs[0], cut).numel() for cut in cuts)
-        rooms = [outputs[0].new_empty(n * largest) for n in floats]
-        arrange = functools.partial(arrange_room, config, axes.matrix, layers, rooms)
+        memory = [outputs[0].new_empty(n * largest) for n in floats]
+        arrange = functools.partial(arrange_buffers, config, axes.matrix, layers, memory)
         run = functools.partial(run_products, functools.cache(arrange))
     for cut in cuts:
         kernel = part(layer.kernel, cut, stacked=2)
@@ -176,7 +176,7 @@ def run_units(
     return units
 
 
-class Room(NamedTuple):
+class Buffers(NamedTuple):
     """Where the planes and hidden units of a block are, and what follows the first layer."""
 
     places: Places
@@ -185,14 +185,14 @@ class Room(NamedTuple):
     layers: list[tuple[Tensor, Tensor, Tensor]]  # bias, weight, and where the products go
 
 
-def arrange_room(
-    config: RuleConfig, matrix: bool, layers: Layers, rooms: list[Tensor], shape: tuple[int, ...]
-) -> Room:
-    """Places for a block of this shape: planes and hidden units take turns in two rooms."""
+def arrange_buffers(
+    config: RuleConfig, matrix: bool, layers: Layers, memory: list[Tensor], shape: tuple[int, ...]
+) -> Buffers:
+    """Places for a block of this shape: planes and hidden units take turns in two buffers."""
     *batch, rows, columns = shape
     count, size, planes = math.prod(batch), rows * columns, plane_count(config, matrix)
     values, units, *others = (
-        rooms[i % 2].narrow(0, 0, count * n * size).view(count, n, size)
+        memory[i % 2].narrow(0, 0, count * n * size).view(count, n, size)
         for i, n in enumerate((planes, *config.hidden, len(layers[-1][1])))
     )
     places = feature_places(config, matrix, values.view(*batch, planes, rows, columns))
@@ -200,11 +200,11 @@ def arrange_room(
         (bias.unsqueeze(-1), weight.mT.expand(count, -1, -1), out)
         for (weight, bias), out in zip(layers, others, strict=True)
     ]
-    return Room(places, values, units, after)
+    return Buffers(places, values, units, after)
 
 
 def run_products(
-    arrange: Callable[[tuple[int, ...]], Room],
+    arrange: Callable[[tuple[int, ...]], Buffers],
     kernel: Tensor,
     offsets: list[Tensor],
     inputs: Inputs,
@@ -213,16 +213,16 @@ def run_products(
 ) -> tuple[Tensor, ...]:
     """The MLP of a block with a product of matrices for every layer."""
     *batch, rows, columns = shape = tuple(inputs.grad.shape)
-    room = arrange(shape)
-    build_features(inputs, matrix, skip_nonfinite, room.places)
-    units, offset = room.units, offsets[0].flatten(1)  # a vector's bias
+    buffers = arrange(shape)
+    build_features(inputs, matrix, skip_nonfinite, buffers.places)
+    units, offset = buffers.units, offsets[0].flatten(1)  # a vector's bias
     if matrix:
         out = units.view(*batch, units.shape[1], rows, columns)
         torch.add(*(x.movedim(0, -3) for x in offsets), out=out)
         offset = units
     kernel = kernel.flatten(2).permute(2, 1, 0)  # (slices, units, planes)
-    torch.baddbmm(offset, kernel, room.planes, out=units)
-    for bias, weight, out in room.layers:
+    torch.baddbmm(offset, kernel, buffers.planes, out=units)
+    for bias, weight, out in buffers.layers:
         units = torch.baddbmm(bias, weight, units.relu_(), out=out)
     return units.view(*batch, units.shape[1], rows, columns).unbind(-3)
 
