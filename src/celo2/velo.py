@@ -29,7 +29,7 @@ MLP = RuleConfig(
     vectors="rule",
 )
 LOSS_MEANS = 10  # running means of the loss; each is compared with the next slower one
-FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)  # of a run, as the LSTM is told them
+FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)  # of a run, inputs of the LSTM
 RANKS = 5
 STATISTICS = 1 + RANKS + 2 * len(MLP.momentum_decays)  # of a tensor
 

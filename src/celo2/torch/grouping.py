@@ -83,7 +83,7 @@ def move_by_rule(
         _compiled if compile else as_it_is,
     )
     for some in _equal(members, group["foreach"]):
-        # As many as have room for their updates.
+        # As many as the workspace holds updates for.
         numel = max(1, local(some[0].param).numel())
         size = max(1, workspace // (FLOAT * UPDATE_FLOATS * numel))
         for start in range(0, len(some), size):

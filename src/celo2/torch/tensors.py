@@ -13,7 +13,7 @@ from torch import Tensor
 
 from celo2.routing import MATRIX, Axes, MatrixView, axes_of
 
-# Bytes. A step is taken when activations are gone, so an accelerator has room to spare; on a CPU
+# Bytes. A step is taken when activations are gone, so an accelerator has memory to spare; on a CPU
 # the blocks should stay in a core's cache, and take no more than the largest tensor does.
 ACCELERATOR_WORKSPACE = 2**30
 CPU_WORKSPACE = 2**20, 2**22
