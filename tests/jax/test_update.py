@@ -16,7 +16,7 @@ import pytest
 
 import reference
 import reference_parts
-from celo2.jax import celo2, scale_by_celo2, update
+from celo2.jax import celo2, scale_by_celo2
 from celo2.jax.update import newton_schulz
 from celo2.routing import MatrixView, default_view
 from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig, initial_weights
@@ -306,7 +306,7 @@ def test_rule_that_starts_at_momentum_orthogonalizes_the_momentum():
 
 
 @pytest.mark.parametrize("orthogonalize", [False, True])
-def test_both_ways_through_the_mlp_agree(monkeypatch, orthogonalize):
+def test_both_kernels_agree(orthogonalize):
     """Units as planes, and layers as products; meta-training runs either under vmap."""
     config = dataclasses.replace(
         SMALL,
@@ -322,20 +322,25 @@ def test_both_ways_through_the_mlp_agree(monkeypatch, orthogonalize):
         for seed in (0, 1)
     ]
 
-    def updates(weights, params, grads):
-        tx = scale_by_celo2(Rule(config, weights))
+    def updates(kernel, weights, params, grads):
+        tx = scale_by_celo2(Rule(config, weights), kernel=kernel)
         return tx.update(grads, tx.init(params), params)[0]
 
     def close(x, y):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), x, y)
 
     found = []
-    for widest in (0, 100):
-        monkeypatch.setattr(update, "WIDEST_UNIT_BY_UNIT", widest)
-        both = jit(jax.vmap(lambda *x: updates(*x)))(*jax.tree.map(lambda *x: jnp.stack(x), *trees))
-        close(jax.tree.map(lambda x: x[0], both), jit(lambda *x: updates(*x))(*trees[0]))
+    for kernel in ("fused", "products"):
+        update_one = functools.partial(updates, kernel)
+        both = jit(jax.vmap(update_one))(*jax.tree.map(lambda *x: jnp.stack(x), *trees))
+        close(jax.tree.map(lambda x: x[0], both), jit(update_one)(*trees[0]))
         found.append(both)
     close(*found)
+
+
+def test_unknown_kernel_is_named():
+    with pytest.raises(ValueError, match="kernel='triton' is not one of fused, products"):
+        scale_by_celo2(kernel="triton")
 
 
 def compile_cost(hidden: int, orthogonalize: bool, meta: bool) -> tuple[float, float]:

@@ -272,3 +272,43 @@ def test_meta_gradient_weighs_late_losses_more():
     middle = 2 * (0 + 1) / 8  # (p + 1) · (middle of the first truncation) / length
     ratio = flat(gradient_of(late(start, KEY)[1])) / flat(gradient_of(plain(start, KEY)[1]))
     np.testing.assert_allclose(ratio, middle, rtol=1e-3)
+
+
+@pytest.mark.parametrize("truncation", [8, 2])
+def test_backprop_differentiates_the_end_of_an_unroll_through_its_last_steps(truncation):
+    config = tiny_config(
+        rule=SMOOTH, estimator="backprop", truncation=truncation, inner_decay="late", problems=2
+    )
+    family = quadratic(config)
+
+    def loss_at_the_end(weights):
+        problem = inner.start(family, WEIGHTS, jnp.array(0), KEY)
+        carry = jax.tree.map(lambda x: x[0], (problem.params, problem.optimizer))
+        for step in range(8):
+            known = step < 8 - truncation
+            now = jax.lax.stop_gradient(weights) if known else weights
+            *carry, _ = inner.train_step(family, now, problem, *carry, family.data[0])
+            carry = jax.lax.stop_gradient(carry) if known else carry
+        return family.loss(carry[0], family.data[0])
+
+    loss, truth = jit(jax.value_and_grad(loss_at_the_end))(WEIGHTS)
+    numbers = jnp.arange(2)
+    state = jit(lambda: estimators.init_state(family, WEIGHTS, numbers, KEY))()
+    state, found = jit(
+        lambda state: estimators.estimate(family, family.data, WEIGHTS, state, numbers, KEY)
+    )(state)
+    np.testing.assert_allclose(found.losses, loss, rtol=1e-5)
+    np.testing.assert_array_equal(found.steps, 8)
+    expected = flat(truth) / np.linalg.norm(flat(truth))
+    for half in found.halves:  # one problem each
+        np.testing.assert_allclose(flat(half), expected, atol=1e-4)
+
+
+def test_backprop_takes_a_gradient_that_is_not_finite_for_zero():
+    config = tiny_config(rule=SMOOTH, estimator="backprop", truncation=8)
+    family = quadratic(config)._replace(loss=lambda params, target: jnp.float32(jnp.nan) * target)
+    problem = inner.start(family, WEIGHTS, jnp.array(0), KEY)
+    gradient, loss = jit(
+        lambda: estimators.differentiate(family, family.data, WEIGHTS, problem, KEY)
+    )()
+    assert not flat(gradient).any() and loss == family.highest_loss

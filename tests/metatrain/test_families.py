@@ -33,8 +33,7 @@ def test_paper_s_images_are_the_default():
 def test_families_come_in_order_with_names_of_their_own(loaded):
     first = [family.names[0] for family in loaded.families]
     assert first == [
-        f"{name}/{'digits' if known.on_images else 'python-docs'}"
-        for name, known in FAMILIES.items()
+        f"{name}/{'digits' if known.images else 'python-docs'}" for name, known in FAMILIES.items()
     ]
     assert set(loaded.checksums) == {"digits", "python-docs"}
     assert count_problems(ALL) == [family.problems for family in loaded.families]
@@ -110,6 +109,8 @@ def test_task_of_one_s_own_may_be_a_family(monkeypatch):
         ({"inner_weight_decays": []}, "must hold numbers of at least 0"),
         ({"averaging": 1.0}, r"averaging=1.0 must be in \[0, 1\)"),
         ({"clip": 0.0}, "clip=0.0 must be a positive number"),
+        ({"families": ["pixel-mlp"], "datasets": ["svhn"]}, "no grey images"),
+        ({"estimator": "backprop", "late_weight": 2.0}, "takes neither balance nor late_weight"),
     ],
 )
 def test_mistakes_are_named(fields, message):

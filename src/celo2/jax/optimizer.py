@@ -36,7 +36,7 @@ from celo2.jax.moments import (
     map_large,
     update_moments,
 )
-from celo2.jax.update import NORMS, newton_schulz, tensor_update
+from celo2.jax.update import NORMS, Kernel, check_kernel, newton_schulz, tensor_update
 from celo2.routing import (
     Axes,
     Explanation,
@@ -81,6 +81,7 @@ def scale_by_celo2(
     hold_unused: bool | None = None,
     momentum_dtype: Any = None,
     newton_schulz_dtype: Any = None,
+    kernel: Kernel = "fused",
 ) -> optax.GradientTransformationExtraArgs:
     """The learned rule on every tensor it is given, without learning rate, decay or sign.
 
@@ -96,6 +97,8 @@ def scale_by_celo2(
         momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
             instead of 16.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
+        kernel: how the MLP is computed: in one "fused" loop over the tensor, or by "products" of
+            matrices, which takes more memory but is differentiated and compiled faster.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,6 +116,7 @@ def scale_by_celo2(
         hold_unused=not published if hold_unused is None else hold_unused,
         momentum_dtype=momentum_dtype,
         newton_schulz_dtype=newton_schulz_dtype,
+        kernel=kernel,
     )
 
     def views_of(params) -> list[MatrixView]:
@@ -137,8 +141,10 @@ def _rule_on_views(
     hold_unused: bool,
     momentum_dtype: Any,
     newton_schulz_dtype: Any,
+    kernel: Kernel,
 ) -> Callable[[list[MatrixView]], optax.GradientTransformation]:
     """The rule as a transformation of tensors with given matrix views, in the order of leaves."""
+    check_kernel(kernel)
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
 
@@ -174,9 +180,8 @@ def _rule_on_views(
             return grad, moments.running_rms
         # What does not move has a gradient of zeros, or one that is not finite.
         grad = jnp.where(moving, clip_gradient(grad), 0.0)
-        found = tensor_update(
-            weights, config, axes, param, grad, moments, newton_schulz_dtype=newton_schulz_dtype
-        )
+        options = {"newton_schulz_dtype": newton_schulz_dtype, "kernel": kernel}
+        found = tensor_update(weights, config, axes, param, grad, moments, **options)
         return _if_moving(moving, *found, moments.running_rms)
 
     def update_group(axes: Axes, tensors: list[Any]) -> list[tuple[Array, Array]]:
@@ -293,6 +298,7 @@ def celo2(
     hold_unused: bool | None = None,
     momentum_dtype: Any = None,
     newton_schulz_dtype: Any = None,
+    kernel: Kernel = "fused",
 ) -> optax.GradientTransformationExtraArgs:
     """Celo2: the learned rule on hidden matrices; AdamW on vectors, embeddings and the head.
 
@@ -316,7 +322,7 @@ def celo2(
             dimension numbers; the first that matches counts.
         skip_nonfinite: what `scale_by_celo2` says of the rule; AdamW takes elements of a gradient
             that are not finite for zeros. `celo2.jax.skipped(state)` counts both.
-        published, hold_unused, momentum_dtype, newton_schulz_dtype: see `scale_by_celo2`.
+        published, hold_unused, momentum_dtype, newton_schulz_dtype, kernel: see `scale_by_celo2`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -334,6 +340,7 @@ def celo2(
         hold_unused=not published if hold_unused is None else hold_unused,
         momentum_dtype=momentum_dtype,
         newton_schulz_dtype=newton_schulz_dtype,
+        kernel=kernel,
     )
     rule_scaling = (
         optax.scale(rms_scale),

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from celo2.rule import (
 )
 
 Weights = Mapping[str, Array]
+Kernel = Literal["fused", "products"]
 
 WIDEST_UNIT_BY_UNIT = 8  # hidden units of a layer; beyond, XLA's compile time explodes
 
@@ -36,6 +37,7 @@ def tensor_update(
     moments: Moments,
     *,
     newton_schulz_dtype: Any = None,
+    kernel: Kernel = "fused",
 ) -> tuple[Array, Array]:
     """One viewed tensor's update and its new `running_rms` (Algorithm 1, steps 4 to 7).
 
@@ -44,12 +46,18 @@ def tensor_update(
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
     build = functools.partial(build_features, axes)
     direction, magnitude = run_mlp(
-        weights, first_layer, normalize_inputs, build, (param, grad, moments)
+        weights, first_layer, normalize_inputs, build, (param, grad, moments), kernel
     )
     update = FORMS[config.form](direction, magnitude)
     if config.orthogonalize and axes.matrix:
         update = newton_schulz(update, dtype=newton_schulz_dtype)
     return NORMS[config.norm](update, moments.running_rms, moments.moves)
+
+
+def check_kernel(kernel: str) -> None:
+    """Raises a ValueError where there is no such kernel."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel={kernel!r} is not one of {', '.join(get_args(Kernel))}.")
 
 
 def run_mlp(
@@ -58,12 +66,13 @@ def run_mlp(
     normalize: Callable[[list[Array], Features], list[Array]],
     build: Callable[..., Features],
     tensor: tuple[Any, ...],
+    kernel: Kernel = "fused",
 ) -> tuple[Array, Array]:
     """The MLP's direction and magnitude on the features that `build` makes of `tensor`."""
     kernels = normalize(first_layer, build(*tensor))
     # The features are built a second time rather than kept: XLA would store ten planes of them.
     tensor, kernels = lax.optimization_barrier((tensor, kernels))
-    return apply_mlp(weights, kernels, build(*tensor))
+    return apply_mlp(weights, kernels, build(*tensor), kernel)
 
 
 def normalize_inputs(
@@ -104,13 +113,15 @@ def _size(x: Array, axes: tuple[int, ...]) -> float:
     return float(math.prod(x.shape[a] for a in axes))  # as an integer it may not fit 32 bits
 
 
-def apply_mlp(weights: Weights, kernels: list[Array], features: Features) -> tuple[Array, Array]:
+def apply_mlp(
+    weights: Weights, kernels: list[Array], features: Features, kernel: Kernel
+) -> tuple[Array, Array]:
     """The MLP's direction and magnitude.
 
-    A layer of few units is computed unit by unit, each a plane of its own, so that XLA runs the
-    whole MLP in one loop over the tensor. Its compile time grows with the product of all widths
-    then: wider layers are products of matrices, over the axis of units alone, so that no sharded
-    axis is flattened.
+    Fused, a layer of few units is computed unit by unit, each a plane of its own, so that XLA runs
+    the whole MLP in one loop over the tensor. Its compile time grows with the product of all widths
+    then: wider layers are products of matrices all the same, over the axis of units alone, so that
+    no sharded axis is flattened.
     """
     planes = [math.prod(plane.factors, start=plane.value) for plane in features.planes]
     # Row and column features are weighted before they are broadcast.
@@ -121,7 +132,8 @@ def apply_mlp(weights: Weights, kernels: list[Array], features: Features) -> tup
     layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(len(weights) // 2)]
     layers[-1] = layers[-1][0][:, :2], layers[-1][1][:2]  # the third output is not used
     widest = max(len(bias) for _, bias in layers)
-    run = _unit_by_unit if widest <= WIDEST_UNIT_BY_UNIT else _by_products
+    fused = kernel == "fused" and widest <= WIDEST_UNIT_BY_UNIT
+    run = _unit_by_unit if fused else _by_products
     return run(planes, kernels[0], offsets, layers)
 
 

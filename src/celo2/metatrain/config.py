@@ -11,14 +11,15 @@ from typing import Any, Literal, get_args
 from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, mix_column
 from celo2.runs.fields import replace_fields
 
-Estimator = Literal["pes", "nres", "truncated_es", "full_es"]
+Estimator = Literal["pes", "nres", "truncated_es", "full_es", "backprop"]
 Augmentation = Literal["none", "global", "tensor", "parameter"]
 Decay = Literal["constant", "cosine"]
+InnerDecay = Literal["constant", "cosine", "late"]
 InnerAdam = Literal["published", "adam", "nesterov"]
 Balance = Literal["none", "deviation"]
 
 # What a family leaves open is the run's.
-INHERITED = ("problems", "batch", "unroll", "inner_rates", "augmentation")
+INHERITED = ("problems", "batch", "truncation", "unroll", "inner_rates", "augmentation")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class FamilyConfig:
         name: one of `celo2.metatrain.families.FAMILIES`, or `module:function` that returns a Task.
         problems: pairs per dataset of the family.
         batch: examples per inner step.
+        truncation: inner steps per outer iteration.
         unroll: shortest and longest unroll.
         inner_rates: a range each problem draws its own rate from.
         augmentation: at which level initial weights are rescaled.
@@ -38,6 +40,7 @@ class FamilyConfig:
     name: str
     problems: int | None = None
     batch: int | None = None
+    truncation: int | None = None
     unroll: tuple[int, int] | None = None
     inner_rates: tuple[float, float] | None = None
     augmentation: Augmentation | None = None
@@ -65,7 +68,8 @@ class MetaConfig:
         task: `module:function` that returns a Task of your own, in place of the families.
         problems: inner problems per dataset, each an antithetic pair.
         batch: examples per inner step.
-        estimator: of the meta-gradient.
+        estimator: of the meta-gradient: evolution strategies, or backpropagation through the last
+            `truncation` steps of an unroll, each problem's gradient scaled to length 1.
         truncation: inner steps per outer iteration.
         unroll: shortest and longest unroll; lengths are log-uniform multiples of `truncation`.
         late_weight: power p of the weight (p + 1) (t / T)^p that a loss t steps into an unroll of
@@ -77,7 +81,7 @@ class MetaConfig:
         inner_rates: in its place, a range each problem draws its own rate from, log-uniform;
             divided by the problem's scale, so that it stays in proportion to the weights.
         inner_warmup: part of an unroll over which the rule's rate rises from zero.
-        inner_decay: of the rule's rate over an unroll.
+        inner_decay: of the rule's rate over an unroll, or over its last `truncation` steps (late).
         inner_weight_decays: values each problem draws its weight decay from.
         inner_adam: who updates what the rule does not: Adam as in the published trainer (no bias
             correction), Adam, or Adam with Nesterov's momentum.
@@ -114,7 +118,7 @@ class MetaConfig:
     inner_learning_rate: float = 1e-3
     inner_rates: tuple[float, float] | None = None
     inner_warmup: float = 0.0
-    inner_decay: Decay = "constant"
+    inner_decay: InnerDecay = "constant"
     inner_weight_decays: tuple[float, ...] = (0.0,)
     inner_adam: InnerAdam = "published"
     adam_multiplier: float = 20.0
@@ -133,7 +137,7 @@ class MetaConfig:
             ("start", Start),
             ("estimator", Estimator),
             ("augmentation", Augmentation),
-            ("inner_decay", Decay),
+            ("inner_decay", InnerDecay),
             ("inner_adam", InnerAdam),
             ("balance", Balance),
             ("decay", Decay),
@@ -141,6 +145,11 @@ class MetaConfig:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")
+        if self.estimator == "backprop" and (self.balance != "none" or self.late_weight):
+            raise ValueError(
+                "estimator='backprop' differentiates the loss at the end and scales every gradient "
+                "to length 1: it takes neither balance nor late_weight."
+            )
         for name in ("iterations", "problems", "batch", "truncation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

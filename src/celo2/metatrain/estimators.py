@@ -1,14 +1,22 @@
-"""Meta-gradients from antithetic pairs: PES, NRES, truncated ES and full ES."""
+"""Meta-gradients: PES, NRES, truncated ES and full ES from antithetic pairs; backpropagation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 
 from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.families import Family
-from celo2.metatrain.inner import Problem, sample_length, start, unroll
+from celo2.metatrain.inner import (
+    Problem,
+    final_loss,
+    limit_loss,
+    sample_length,
+    start,
+    unroll,
+)
 
 NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
 
@@ -50,7 +58,7 @@ def estimate(
     A problem's random numbers depend on `key` and its number alone, not on which device has it.
     """
     config = family.config
-    whole = config.estimator == "full_es"
+    whole = config.estimator in ("full_es", "backprop")
     if whole:
         length = sample_length(config, jax.random.fold_in(key, NO_PROBLEM))
 
@@ -61,22 +69,17 @@ def estimate(
         if whole:
             done = jnp.ones_like(done)
         problem = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, state.problems)
-        if config.estimator == "truncated_es":
-            problem = with_equal_twins(problem)
-        noise, credited = PERTURBATIONS[config.estimator](
-            perturb(config, weights, keys[1]), state.perturbation, done
-        )
-        twins = jax.tree.map(lambda w, e: jnp.stack([w + e, w - e]), weights, noise)
         if whole:
             problem = problem._replace(length=length)
-            moved, losses, difference = _unroll_whole(family, data, twins, problem, keys[2])
+        if config.estimator == "backprop":
+            gradient, loss = differentiate(family, data, weights, problem, keys[2])
+            moved, credited, difference = problem._replace(step=length), state.perturbation, 0.0
         else:
-            moved, losses = unroll(family, data, twins, problem, keys[2])
-            difference = late_weight(config, problem) * (losses[0] - losses[1])
-        slope = difference / (2 * config.sigma**2)
-        gradient = jax.tree.map(lambda e: slope * e, credited)
+            moved, credited, gradient, difference, loss = perturbed(
+                family, data, weights, problem, state.perturbation, done, keys[1:]
+            )
         steps = moved.step - problem.step
-        return EstimatorState(moved, credited), gradient, difference, jnp.mean(losses), steps
+        return EstimatorState(moved, credited), gradient, difference, loss, steps
 
     state, gradient, difference, losses, steps = jax.vmap(one)(state, numbers)
     odd = (numbers // len(family.names)) % 2 == 1
@@ -86,6 +89,44 @@ def estimate(
     ]
     squares = jnp.sum(jnp.square(difference))
     return state, Estimate((halves[0], halves[1]), squares, losses, steps)
+
+
+def perturbed(
+    family: Family, data, weights, problem: Problem, before, done: Array, keys: Array
+) -> tuple[Problem, Any, Any, Array, Array]:
+    """A problem advanced by both twins, what its losses are credited to, and what was learned.
+
+    That is the gradient, the difference of the losses and their mean.
+    """
+    config = family.config
+    if config.estimator == "truncated_es":
+        problem = with_equal_twins(problem)
+    noise, credited = PERTURBATIONS[config.estimator](
+        perturb(config, weights, keys[0]), before, done
+    )
+    twins = jax.tree.map(lambda w, e: jnp.stack([w + e, w - e]), weights, noise)
+    if config.estimator == "full_es":
+        moved, losses, difference = _unroll_whole(family, data, twins, problem, keys[1])
+    else:
+        moved, losses = unroll(family, data, twins, problem, keys[1])
+        difference = late_weight(config, problem) * (losses[0] - losses[1])
+    slope = difference / (2 * config.sigma**2)
+    gradient = jax.tree.map(lambda e: slope * e, credited)
+    return moved, credited, gradient, difference, jnp.mean(losses)
+
+
+def differentiate(family: Family, data, weights, problem: Problem, key: Array) -> tuple[Any, Array]:
+    """The gradient of the loss at the end of an unroll, scaled to length 1, and that loss.
+
+    The length tells how chaotic an unroll is rather than how much it has to teach. A gradient that
+    is not finite is zero.
+    """
+    loss, gradient = jax.value_and_grad(final_loss, argnums=2)(family, data, weights, problem, key)
+    length = optax.tree.norm(gradient)
+    sound = jnp.isfinite(length) & (length > 0)
+    scale = 1 / jnp.where(sound, length, 1.0)
+    gradient = jax.tree.map(lambda g: jnp.where(sound, g * scale, 0.0), gradient)
+    return gradient, limit_loss(family, loss)
 
 
 def late_weight(config: MetaConfig, problem: Problem) -> Array:

@@ -20,11 +20,12 @@ from celo2.tasks import (
     ViTConfig,
     image_bank,
     language_model,
+    load_images,
     load_text,
     sample_batch,
     select_images,
 )
-from celo2.tasks.images import CLASSES
+from celo2.tasks.images import CLASSES, FULL_SHAPES, Size
 from celo2.tasks.networks import (
     cross_entropy,
     init_mlp,
@@ -97,14 +98,14 @@ def load_families(
 
 def count_problems(config: MetaConfig, data: str | PathLike | None = None) -> list[int]:
     """How many problems each family has, without touching a device."""
-    sets = len(select_images(config.datasets, data)) if config.task is None else 1
     if not config.families:
-        return [config.problems * sets]
+        return [config.problems * (len(image_sets(config, data)) if config.task is None else 1)]
     counts = []
     for family in config.families:
         known = FAMILIES.get(family.name)
         own = of_family(config, _with_defaults(family))
-        counts.append(own.problems * (sets if known and known.on_images else 1))
+        sets = len(image_sets(own, data, known.images)) if known and known.images else 1
+        counts.append(own.problems * sets)
     return counts
 
 
@@ -121,7 +122,7 @@ class Known(NamedTuple):
 
     make: Callable[[MetaConfig, Any], tuple[Family, dict[str, str], bool]]
     defaults: dict[str, Any]
-    on_images: bool
+    images: Size | None  # of the image sets it trains on
 
 
 def _load(config: MetaConfig, family: FamilyConfig, data) -> tuple[Family, dict[str, str], bool]:
@@ -186,10 +187,31 @@ def image_family(
     )
 
 
-def _on_images(config: MetaConfig, data, **options) -> tuple[Family, dict[str, str], bool]:
-    sets = select_images(config.datasets, data)
-    checksums = {s.name: s.checksum() for s in sets}
+def image_sets(config: MetaConfig, data, size: Size = "8x8") -> tuple[ImageSet, ...]:
+    """The config's image sets; in full size those that are grey, so that all have one shape."""
+    if size == "8x8":
+        return select_images(config.datasets, data)
+    names = config.datasets or [images.name for images in select_images(None, data)]
+    grey = [name for name in names if len(FULL_SHAPES.get(name, ())) == 2]
+    if not grey:
+        raise ValueError(
+            f"no grey images among {', '.join(names)}: pixel-mlp trains on mnist, fashion_mnist "
+            "or digits."
+        )
+    return tuple(load_images(name, data, size) for name in grey)
+
+
+def _on_images(
+    config: MetaConfig, data, size: Size = "8x8", **options
+) -> tuple[Family, dict[str, str], bool]:
+    sets = image_sets(config, data, size)
+    checksums = {_data_name(s): s.checksum() for s in sets}
     return image_family(sets, config, **options), checksums, True
+
+
+def _data_name(images: ImageSet) -> str:
+    side = images.train_x.shape[1]
+    return images.name if side == 8 else f"{images.name}-{side}x{side}"
 
 
 _image_mlp = _on_images
@@ -204,6 +226,13 @@ DEEP_LM = LMConfig(width=32, layers=2, head_width=16, length=32, vocab=64)
 
 def _deep_mlp(config: MetaConfig, data):
     return _on_images(config, data, init=partial(init_mlp, sizes=DEEP), overrides=None)
+
+
+def _pixel_mlp(config: MetaConfig, data):
+    """On images as large as they come, most of whose pixels say little."""
+    pixels = image_sets(config, data, "full")[0].train_x[0].size
+    init = partial(init_mlp, sizes=(pixels, 32, 32, CLASSES))
+    return _on_images(config, data, "full", init=init, overrides=None)
 
 
 def _vit(model: ViTConfig, config: MetaConfig, data):
@@ -233,15 +262,16 @@ def _transformer(model: LMConfig, config: MetaConfig, data) -> tuple[Family, dic
 
 # Rates around the best of 300 steps with warm-up and cosine decay.
 FAMILIES: dict[str, Known] = {
-    "image-mlp": Known(_image_mlp, {"inner_rates": (4e-3, 2.5e-2)}, True),
-    "deep-mlp": Known(_deep_mlp, {"inner_rates": (2.5e-3, 1.6e-2)}, True),
-    "vit": Known(partial(_vit, VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
-    "deep-vit": Known(partial(_vit, DEEP_VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, True),
-    "convnet": Known(_convnet, {"batch": 32, "inner_rates": (2.5e-3, 1.6e-2)}, True),
+    "image-mlp": Known(_image_mlp, {"inner_rates": (4e-3, 2.5e-2)}, "8x8"),
+    "deep-mlp": Known(_deep_mlp, {"inner_rates": (2.5e-3, 1.6e-2)}, "8x8"),
+    "pixel-mlp": Known(_pixel_mlp, {"inner_rates": (7e-4, 5e-3)}, "full"),
+    "vit": Known(partial(_vit, VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, "8x8"),
+    "deep-vit": Known(partial(_vit, DEEP_VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, "8x8"),
+    "convnet": Known(_convnet, {"batch": 32, "inner_rates": (2.5e-3, 1.6e-2)}, "8x8"),
     "transformer": Known(
-        partial(_transformer, LM), {"batch": 16, "inner_rates": (4e-3, 2e-2)}, False
+        partial(_transformer, LM), {"batch": 16, "inner_rates": (4e-3, 2e-2)}, None
     ),
     "deep-transformer": Known(
-        partial(_transformer, DEEP_LM), {"batch": 8, "inner_rates": (4e-3, 2e-2)}, False
+        partial(_transformer, DEEP_LM), {"batch": 8, "inner_rates": (4e-3, 2e-2)}, None
     ),
 }

@@ -46,6 +46,9 @@ def expand(params, scales):
 
 
 ADAM_B1, ADAM_B2, ADAM_EPSILON = 0.9, 0.95, 1e-8
+# Under the root, so that it has a derivative where an element never had a gradient.
+ADAM_ROOT_EPSILON = ADAM_EPSILON**2
+FINAL_BATCHES = 8  # fresh ones, on which a model is judged at its end
 
 
 class Problem(NamedTuple):
@@ -66,10 +69,11 @@ def inner_optimizer(
 ) -> optax.GradientTransformation:
     """What trains the inner problems: the optimizer users call."""
     config = family.config
+    settings = (ADAM_B1, ADAM_B2, ADAM_EPSILON, ADAM_ROOT_EPSILON)
     adam = {
         "published": uncorrected_adam(),
-        "adam": optax.scale_by_adam(ADAM_B1, ADAM_B2, ADAM_EPSILON),
-        "nesterov": optax.scale_by_adam(ADAM_B1, ADAM_B2, ADAM_EPSILON, nesterov=True),
+        "adam": optax.scale_by_adam(*settings),
+        "nesterov": optax.scale_by_adam(*settings, nesterov=True),
     }
     return celo2(
         schedule,
@@ -77,6 +81,7 @@ def inner_optimizer(
         weight_decay=weight_decay,
         adam_learning_rate=lambda count: config.adam_multiplier * schedule(count),
         adam=adam[config.inner_adam],
+        kernel="products" if config.estimator == "backprop" else "fused",
         overrides=family.overrides if config.rule.vectors == "adam" else None,
     )
 
@@ -138,9 +143,11 @@ def inner_schedule(config: MetaConfig, rate: Array, length: Array) -> optax.Sche
     def schedule(count: jax.typing.ArrayLike) -> Array:
         now = rate
         count = jnp.asarray(count)
-        part = jnp.minimum(count / length, 1.0)
-        if config.inner_decay == "cosine":
-            since = jnp.maximum(part - config.inner_warmup, 0.0) / (1 - config.inner_warmup)
+        if config.inner_decay != "constant":
+            begin = config.inner_warmup * length
+            if config.inner_decay == "late":
+                begin = jnp.maximum(begin, length - config.truncation)
+            since = jnp.clip((count - begin) / (length - begin), 0.0, 1.0)
             now = now * 0.5 * (1 + jnp.cos(jnp.pi * since))
         if config.inner_warmup:
             # Half a step on, so that the first step is not without effect.
@@ -159,24 +166,36 @@ def sample_length(config: MetaConfig, key: Array) -> Array:
     return truncations.astype(jnp.int32) * config.truncation
 
 
+def train_step(
+    family: Family, weights, problem: Problem, params, optimizer, batch
+) -> tuple[Any, Any, Array]:
+    """A step of one model of the problem: its parameters, its optimizer state, the loss before."""
+    schedule = inner_schedule(family.config, problem.rate, problem.length)
+
+    def loss_of(params) -> Array:
+        return family.loss(expand(params, problem.scales), batch)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    tx = inner_optimizer(family, weights, schedule, problem.weight_decay)
+    updates, optimizer = tx.update(grads, optimizer, params)
+    return optax.apply_updates(params, updates), optimizer, loss
+
+
+def limit_loss(family: Family, loss: Array) -> Array:
+    """The loss, where it is finite and not too high; else the family's highest."""
+    return jnp.minimum(jnp.where(jnp.isfinite(loss), loss, jnp.inf), family.highest_loss)
+
+
 def unroll(family: Family, data, weights, problem: Problem, key: Array) -> tuple[Problem, Array]:
     """The problem `truncation` steps on, and the mean training loss of either twin.
 
     `weights` has a leading axis of two; the twins see the same batches.
     """
     config = family.config
-    schedule = inner_schedule(config, problem.rate, problem.length)
 
     def twin_step(weights, params, optimizer, batch):
-        def loss_of(params) -> Array:
-            return family.loss(expand(params, problem.scales), batch)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        tx = inner_optimizer(family, weights, schedule, problem.weight_decay)
-        updates, optimizer = tx.update(grads, optimizer, params)
-        loss = jnp.where(jnp.isfinite(loss), loss, family.highest_loss)
-        loss = jnp.minimum(loss, family.highest_loss)
-        return optax.apply_updates(params, updates), optimizer, loss
+        params, optimizer, loss = train_step(family, weights, problem, params, optimizer, batch)
+        return params, optimizer, limit_loss(family, loss)
 
     def step(carry, key):
         params, optimizer, total = carry
@@ -192,3 +211,36 @@ def unroll(family: Family, data, weights, problem: Problem, key: Array) -> tuple
         params=params, optimizer=optimizer, step=problem.step + config.truncation
     )
     return moved, total / config.truncation
+
+
+def final_loss(family: Family, data, weights, problem: Problem, key: Array) -> Array:
+    """The loss of the first twin on fresh batches after a whole unroll.
+
+    It can be differentiated by the weights, through the last `truncation` steps alone: beyond a few
+    hundred steps training is chaotic, and the gradient no longer means anything.
+    """
+    keys = jax.random.split(key, 3)
+
+    def step(weights, carry, key: Array):
+        params, optimizer = carry
+        batch = family.sample(data, key, problem.index)
+        return train_step(family, weights, problem, params, optimizer, batch)[:2]
+
+    def known_step(i: Array, carry):
+        return step(jax.lax.stop_gradient(weights), carry, jax.random.fold_in(keys[0], i))
+
+    # Computed twice rather than kept: a step's intermediate values are many times its state.
+    @jax.checkpoint
+    def differentiated_step(carry, key: Array):
+        return step(weights, carry, key), None
+
+    carry = jax.tree.map(lambda x: x[0], (problem.params, problem.optimizer))
+    truncation = family.config.truncation
+    carry = jax.lax.fori_loop(0, problem.length - truncation, known_step, carry)
+    carry = jax.lax.stop_gradient(carry)
+    (params, _), _ = jax.lax.scan(differentiated_step, carry, jax.random.split(keys[1], truncation))
+
+    def loss_on(key: Array) -> Array:
+        return family.loss(expand(params, problem.scales), family.sample(data, key, problem.index))
+
+    return jnp.mean(jax.vmap(loss_on)(jax.random.split(keys[2], FINAL_BATCHES)))

@@ -205,6 +205,7 @@ def _numbers(family: Family, offset: int, mesh: Mesh) -> Callable[[], Array]:
 def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
     """state without problems, what the families found -> the state after an AdamW step, metrics."""
     total = sum(family.problems for family in families)
+    twins = 1 if config.estimator == "backprop" else 2
 
     def finish(state: MetaState, found: list[Found]) -> tuple[MetaState, MetaMetrics]:
         means = jnp.stack(
@@ -233,7 +234,7 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
             update_norm=optax.tree.norm(updates),
             weight_norm=optax.tree.norm(weights),
             bad_entries=jnp.asarray(optax.tree.sum(bad)),
-            inner_steps=2 * jnp.stack([each.steps for each in found]).sum().astype(jnp.int32),
+            inner_steps=twins * jnp.stack([each.steps for each in found]).sum().astype(jnp.int32),
             seconds=jnp.zeros(len(families)),
         )
         state = MetaState(state.iteration + 1, weights, average, outer, squares, ())
