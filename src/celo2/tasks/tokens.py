@@ -484,12 +484,6 @@ def make_tokens(
     return read_token_folder(out)
 
 
-def _check_counts(**counts: tuple[int | None, int]) -> None:
-    for name, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
-
-
 def _check_free(out: Path, force: bool) -> None:
     if out.exists() and not force:
         raise FileExistsError(f"{out} exists already: name another folder, or use --force.")
