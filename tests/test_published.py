@@ -231,5 +231,5 @@ def test_published_checkpoint_becomes_the_published_rule():
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "msgpack", None)
-    with pytest.raises(ImportError, match=r"pip install 'celo2\[convert\]'"):
+    with pytest.raises(ImportError, match=r'pip install "celo2\[convert\]"'):
         convert(tmp_path, published())

@@ -20,7 +20,7 @@ import safetensors.numpy
 
 from celo2 import velo
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes, feature_rows
-from celo2.rulefile import float32, printable, read_file, unique
+from celo2.rulefile import float32, import_extra, printable, read_file, unique
 
 BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
 
@@ -66,12 +66,7 @@ def convert(
 
 
 def _unpack(data: bytes) -> Any:
-    try:
-        import msgpack  # only conversion needs it
-    except ImportError as error:
-        raise ImportError(
-            "published checkpoints need msgpack: pip install 'celo2[convert]'"
-        ) from error
+    msgpack = import_extra("msgpack", "convert")
     limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
     return msgpack.unpackb(
         data,

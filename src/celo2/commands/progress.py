@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from celo2.rulefile import import_extra
 from celo2.runs.records import Row
 
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
@@ -43,13 +44,7 @@ def progress_bar(total: int | None, unit: str, done: int = 0) -> Any:
 
 def tensorboard(out: Path) -> Tracker:
     """Writes rows as scalars to RUN_DIR/tensorboard."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "--tensorboard needs tensorboardX: pip install 'celo2[tensorboard]'"
-        ) from error
-    writer = SummaryWriter(str(out / "tensorboard"))
+    writer = import_extra("tensorboardX", "tensorboard").SummaryWriter(str(out / "tensorboard"))
 
     def send(row: Row) -> None:
         for name, value in scalars(row).items():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from celo2.tasks.datafiles import import_extra
+from celo2.rulefile import import_extra
 
 Split = Literal["train", "valid"]
 """Which part of a dataset a batch is drawn from."""
@@ -173,7 +173,7 @@ def read_batches(
             f"A batch of {batch} rows does not divide into {part.count} equal parts: take a "
             "multiple of the number of processes."
         )
-    grain = import_extra("grain")
+    grain = import_extra("grain", "data")
     rows = batch // part.count
     mine = examples[first * batch + part.index :: part.count]
     if whole:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, TextIO, get_args
 import jax
 import numpy as np
 
+from celo2.rulefile import import_extra
 from celo2.tasks.datafiles import (
     data_folder,
     hub_access,
-    import_extra,
     is_compressed,
     open_text,
 )
@@ -227,7 +227,7 @@ def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
     whatever the seed, and again from the first after the last. Any batch is reached without reading
     those before it.
     """
-    grain = import_extra("grain")
+    grain = import_extra("grain", "data")
     for split in SPLITS:
         if (count := getattr(folder, split).count) < length + 1:
             raise ValueError(
@@ -297,7 +297,7 @@ def read_documents(
 
 
 def _read_hub(repository: str, subset: str) -> Iterator[Document]:
-    datasets = import_extra("datasets")
+    datasets = import_extra("datasets", "data")
     with hub_access(f"{repository} ({subset})", OFFLINE):
         for row in datasets.load_dataset(repository, subset, split="train", streaming=True):
             if row["text"].strip():
@@ -393,7 +393,7 @@ def load_tokenizer(name: str = "gpt2", end_of_text: str | None = None) -> Tokeni
 
 
 def _load_tokenizer_file(path: Path) -> Any:
-    library = import_extra("tokenizers")
+    library = import_extra("tokenizers", "data")
     if not path.is_file():
         raise FileNotFoundError(f"There is no tokenizer file {str(path)!r}.")
     try:
@@ -403,7 +403,7 @@ def _load_tokenizer_file(path: Path) -> Any:
 
 
 def _load_hub_tokenizer(name: str) -> Any:
-    library = import_extra("tokenizers")
+    library = import_extra("tokenizers", "data")
     with hub_access(f"The tokenizer {name!r}", OFFLINE):
         return library.Tokenizer.from_pretrained(name)
 
