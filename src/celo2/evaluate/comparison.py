@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from celo2.evaluate.config import RunConfig, config_from_fields, find_task, resolve, run_name
-from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.optimizers import digest_rule, load_rule
 from celo2.evaluate.recipe import unlike_data, unlike_work
-from celo2.rulefile import digest, write_whole
+from celo2.rulefile import write_whole
 from celo2.runs import records
 from celo2.runs.records import Row
 
@@ -105,8 +105,7 @@ class Sweep(NamedTuple):
 
 def name_of(config: RunConfig) -> str:
     """The name of the run's folder."""
-    rule = load_rule(config.optimizer)
-    return run_name(config, None if rule is None else digest(rule))
+    return run_name(config, digest_rule(load_rule(config.optimizer)))
 
 
 def read_outcome(config: RunConfig, out: str | PathLike) -> Outcome:

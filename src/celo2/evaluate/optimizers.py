@@ -21,7 +21,7 @@ from celo2.evaluate.config import (
 from celo2.jax import celo, celo2, velo
 from celo2.jax.optimizer import route_all
 from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
-from celo2.rulefile import as_rule, as_velo_rule
+from celo2.rulefile import as_rule, as_velo_rule, digest
 from celo2.runs.fields import import_function
 from celo2.velo import VeloRule
 
@@ -106,6 +106,11 @@ def load_rule(name: str) -> Rule | None:
             f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}, no rule file and not "
             f"velo=FILE, celo=FILE or module:function. {error}"
         ) from error
+
+
+def digest_rule(rule: Rule | None) -> str | None:
+    """The SHA-256 of what `load_rule` found."""
+    return None if rule is None else digest(rule)
 
 
 def make_optimizer(

@@ -39,10 +39,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from celo2.evaluate.config import RunConfig, config_from_fields, resolve
-from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.optimizers import digest_rule, load_rule
 from celo2.evaluate.program import RunProgram, build_program
 from celo2.evaluate.sharding import Batches
-from celo2.rulefile import digest
 from celo2.runs import processes, records
 from celo2.runs.engine import Advanced, Job, run_job
 from celo2.runs.fields import describe_differences, to_fields
@@ -232,8 +231,7 @@ def _check_finished(folder: RunFolder, config: RunConfig) -> None:
     stored = folder.read_config()  # none where the records were unpacked
     if stored is None:
         return
-    rule = load_rule(config.optimizer)
-    ours = {"config": to_fields(config), "rule": None if rule is None else digest(rule)}
+    ours = {"config": to_fields(config), "rule": digest_rule(load_rule(config.optimizer))}
     if lines := _unlike(ours, stored):
         raise RunRefused(
             f"{folder.path} holds another run, which is finished: {'; '.join(lines)}. Choose "
