@@ -3,7 +3,6 @@
 Steps are chained in one call where that is faster.
 """
 
-import dataclasses
 import inspect
 import math
 import time
@@ -21,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.config import RunConfig, find_task, resolve, shared_name, split_lstm
+from celo2.evaluate.config import VARIANTS, RunConfig, find_task, find_variant, resolve
 from celo2.evaluate.optimizers import (
     digest_rule,
     group_leaves,
@@ -409,16 +408,11 @@ def build_program(
     Rules of one RuleConfig share it too, whatever their weights.
     """
     rule = load_rule(config.optimizer)
-    shared = dataclasses.replace(
-        config,
-        optimizer=shared_name(config.optimizer),
-        learning_rate=1.0,
-        seed=0,
-        label=None,
-        record_every=1,
-    )
-    key = (shared, None if rule is None else rule.config, data, mesh)
-    program = _programs.pop(key, None) or _compile_program(shared, rule, data, mesh)
+    shared = replace(config, optimizer="", learning_rate=1.0, seed=0, label=None, record_every=1)
+    variant = find_variant(config.optimizer)
+    use = config.optimizer if variant is None else variant._replace(rule="")
+    key = (shared, use, None if rule is None else rule.config, data, mesh)
+    program = _programs.pop(key, None) or _compile_program(config, rule, data, mesh)
     _programs[key] = program
     while len(_programs) > KEPT:
         del _programs[next(iter(_programs))]
@@ -572,15 +566,16 @@ def stand_in(optimizer: str) -> tuple[str, Rule] | None:
     >>> stand_in("runs/base-wide/rule.safetensors")[0]
     'celo2-base'
     """
-    lstm = split_lstm(optimizer)
-    file = lstm[1] if lstm else optimizer
-    if "://" in file or Path(file).exists() or not (lstm or file.endswith(".safetensors")):
+    variant = find_variant(optimizer)
+    if variant is None or optimizer in VARIANTS:
         return None
-    if lstm:
-        config = {"velo": VELO, "celo": CELO}[lstm[0]]
+    if "://" in variant.rule or Path(variant.rule).exists():
+        return None
+    if variant.optimizer != "celo2":
+        config = {"velo": VELO, "celo": CELO}[variant.optimizer]
         weights = initial_weights(config, np.random.default_rng(0))
-        return f"an untrained {lstm[0]}", VeloRule(config, weights)
-    name = "celo2-base" if "base" in file else "celo2"
+        return f"an untrained {variant.optimizer}", VeloRule(config, weights)
+    name = "celo2-base" if "base" in variant.rule else "celo2"
     return name, as_rule(name)
 
 
