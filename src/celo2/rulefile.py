@@ -70,9 +70,8 @@ def load(path: str | os.PathLike[str]) -> Rule:
     (8, 8)
     """
     source = os.fspath(path)
-    if is_address(source):
-        return from_bytes(read_file(download(source)), source)
-    return from_bytes(read_file(Path(source)), source)
+    file = download(source) if source.startswith(HUB_PREFIX) else Path(source)
+    return from_bytes(read_file(file), source)
 
 
 def save(rule: Rule, path: str | os.PathLike[str]) -> None:
@@ -371,11 +370,6 @@ class Address(NamedTuple):
     repo: str
     revision: str | None
     file: str
-
-
-def is_address(text: str) -> bool:
-    """Whether a path is meant as an address on the hub."""
-    return text.startswith(HUB_PREFIX)
 
 
 def parse_address(text: str) -> Address:

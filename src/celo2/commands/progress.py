@@ -34,12 +34,13 @@ def set_up_logging() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
-def progress_bar(total: int | None, unit: str, done: int = 0) -> Any:
+def progress_bar(total: float | None, unit: str, done: int = 0, **options: Any) -> Any:
     """A bar on stderr, drawn now and then where that is no terminal."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(initial=done, total=total, unit=unit, mininterval=interval, dynamic_ncols=True)
+    options |= {"mininterval": interval, "dynamic_ncols": True}
+    return tqdm(initial=done, total=total, unit=unit, **options)
 
 
 def tensorboard(out: Path) -> Tracker:

@@ -28,6 +28,7 @@ those of [run].
 import itertools
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -264,10 +265,7 @@ def _tuned(configs: Sequence[RunConfig]) -> list[RunConfig]:
 
 def count_runs(configs: Iterable[RunConfig]) -> dict[str, int]:
     """The number of runs, by label."""
-    counts: dict[str, int] = {}
-    for config in configs:
-        counts[str(config.label)] = counts.get(str(config.label), 0) + 1
-    return counts
+    return Counter(str(config.label) for config in configs)
 
 
 def unlike_work(configs: Sequence[RunConfig]) -> list[str]:
