@@ -111,7 +111,8 @@ def set_up(
         tx = optimizer(rate, weights)
         if not isinstance(problem, Task):
             return spec.train(problem, tx)
-        return supervised(problem._replace(data=arrays), tx, batches if chained else 1)
+        task = problem._replace(data=arrays)
+        return supervised(task, tx, batches if chained else 1, config.accumulate)
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
@@ -203,8 +204,6 @@ def _adjust(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
         return made
     if config.precision != "float32":
         made = in_precision(made, jnp.dtype(config.precision))
-    if config.accumulate > 1:
-        made = accumulated(made, config.accumulate)
     if mesh is None:
         return made
     check_batch(config.batch, config.accumulate, mesh)
@@ -262,60 +261,16 @@ def in_precision(task: Task, dtype: Any) -> Task:
 
     def loss(params, batch):
         named = name_arrays(params)
-        _check_gathered(task, named)
+        if unknown := [name for name in task.gathered if name not in named]:
+            raise ValueError(
+                f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
+                f"{', '.join(named)}."
+            )
         half = {name: x if name in task.gathered else cast(x) for name, x in named.items()}
         value, metrics = task.loss(like_tree(params, half), jax.tree.map(cast, batch))
         return value.astype(jnp.float32), metrics
 
     return task._replace(loss=loss)
-
-
-def accumulated(task: Task, parts: int) -> Task:
-    """The task whose gradient is the mean of its batch's parts, computed one after the other.
-
-    Only one part's activations are alive at a time. The loss must be a mean over the batch, whose
-    arrays all have the examples first.
-    """
-
-    def split(batch):
-        # Every parts-th example, not runs of them: examples stay on the devices they are on.
-        cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
-        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
-
-    def mean_over(function, batch):
-        """The mean of `function` over the parts, added up in the order of the parts."""
-        pieces = split(batch)
-        shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
-        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(total, piece):
-            return jax.tree.map(jnp.add, total, function(piece)), None
-
-        total, _ = jax.lax.scan(add, start, pieces)
-        return jax.tree.map(lambda x: x / parts, total)
-
-    @jax.custom_vjp
-    def loss(params, batch):
-        return mean_over(lambda piece: task.loss(params, piece), batch)
-
-    def forward(params, batch):
-        gradient = jax.value_and_grad(task.loss, has_aux=True)
-        return mean_over(lambda piece: gradient(params, piece), batch)
-
-    def backward(grads, cotangents):
-        # The metrics are for reading only: no gradient comes back through them.
-        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, grads), None
-
-    loss.defvjp(forward, backward)
-    return task._replace(loss=loss)
-
-
-def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
-    if unknown := [name for name in task.gathered if name not in params]:
-        raise ValueError(
-            f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
-            f"{', '.join(params)}."
-        )
 
 
 class StepResults(NamedTuple):
