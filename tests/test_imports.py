@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "__init__": {"rule", "rulefile"},
     "jax": {"rule", "velo", "rulefile", "routing"},
     "torch": {"rule", "rulefile", "routing"},
-    "tasks": set(),
+    "tasks": {"rulefile"},
     "baselines": {"rule", "jax"},
     "runs": {"rulefile"},
     "metatrain": {"rule", "rulefile", "jax", "tasks", "baselines", "runs"},

@@ -12,7 +12,7 @@ from celo2.evaluate import RunConfig, describe, read_recipe
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import stand_in
 from celo2.rule import Form, Norm, Rule, initial_weights
-from celo2.rulefile import save
+from celo2.rulefile import pretrained, save
 from conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes"
@@ -121,8 +121,8 @@ def test_commands_of_the_recipe_make_the_rules_it_names(name, tmp_path, monkeypa
 
 def test_rule_file_that_is_not_there_yet_has_a_stand_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert stand_in("runs/base-4/rule.safetensors") == "celo2-base"
-    assert stand_in("runs/new/rule.safetensors") == "celo2"
+    for file, name in (("base-4", "celo2-base"), ("new", "celo2")):
+        assert stand_in(f"runs/{file}/rule.safetensors") == (name, pretrained(name))
     for known in ("celo2", "adamw", "hf://a/b/rule.safetensors", "module:function"):
         assert stand_in(known) is None
     facts = describe(RunConfig("digits-mlp", "runs/base-4/rule.safetensors", label="four"))

@@ -1,6 +1,5 @@
 """Rule files: saved, loaded, shipped, damaged, and on the Hugging Face hub."""
 
-import builtins
 import json
 import os
 import pickle
@@ -418,7 +417,7 @@ def local_hub(tmp_path, monkeypatch):
     stand_in = LocalHub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "HfApi", stand_in)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", stand_in.download)
-    monkeypatch.setattr(rulefile, "_is_reachable", lambda endpoint: True)
+    monkeypatch.setattr(rulefile, "ask_hub", lambda: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return stand_in
 
@@ -491,7 +490,7 @@ def test_model_card_says_how_to_load_and_what_it_is():
 
 def test_offline_wish_is_honoured_without_touching_the_network(local_hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(rulefile, "_is_reachable", lambda _: pytest.fail("asked the network"))
+    monkeypatch.setattr(rulefile, "ask_hub", lambda: pytest.fail("asked the network"))
     with pytest.raises(FileNotFoundError, match="hf://ada/rules.*HF_HUB_OFFLINE.*give its path"):
         celo2.load("hf://ada/rules")
     assert local_hub.calls == [("download", "ada/rules", "rule.safetensors", None, True)]
@@ -503,7 +502,8 @@ def test_missing_network_is_noticed_quickly(tmp_path, monkeypatch):
     # Port 1 of this machine answers nobody.
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(rulefile, "getproxies", dict)
+    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     start = time.monotonic()
     with pytest.raises(FileNotFoundError, match="hf://ada/rules.*out of reach"):
@@ -532,13 +532,6 @@ def test_other_failures_name_the_place_and_the_way_out(local_hub, monkeypatch):
 
 
 def test_missing_extra_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("huggingface_hub"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install celo2\[hub\]"):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r'needs huggingface_hub .*pip install "celo2\[hub\]"'):
         celo2.load("hf://ada/rules")

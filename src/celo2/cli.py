@@ -180,10 +180,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         raise ValueError(f"{arguments[0]!r} is not a command; there are {', '.join(COMMANDS)}.")
-    try:
-        import tyro
-    except ImportError as error:
-        raise ImportError("the command line needs tyro: pip install celo2[cli]") from error
+    tyro = rulefile.import_extra("tyro", "cli")
     name, *rest = arguments
     command = COMMANDS[name]
     if command.reads_arguments:

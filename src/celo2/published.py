@@ -20,7 +20,7 @@ import safetensors.numpy
 
 from celo2 import velo
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes, feature_rows
-from celo2.rulefile import float32, printable, read_file, unique
+from celo2.rulefile import float32, import_extra, printable, read_file, unique
 
 BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
 
@@ -66,16 +66,11 @@ def convert(
 
 
 def _unpack(data: bytes) -> Any:
-    try:
-        import msgpack  # only conversion needs it
-    except ImportError as error:
-        raise ImportError(
-            "published checkpoints need msgpack: pip install 'celo2[convert]'"
-        ) from error
+    msgpack = import_extra("msgpack", "convert")
     limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
     return msgpack.unpackb(
         data,
-        object_pairs_hook=lambda pairs: _join_chunks(unique(pairs, "the tree")),
+        object_pairs_hook=lambda pairs: unique(pairs, "the tree"),
         ext_hook=lambda code, packed: _array(code, msgpack.unpackb(packed, **limits)),
         **limits,
     )
@@ -88,23 +83,7 @@ def _array(code: int, content: Any) -> np.ndarray:
     shape, dtype, buffer = content
     if dtype not in ("float16", "float32", "float64") or not isinstance(buffer, bytes):
         raise ValueError(f"array of dtype {dtype!r}; a rule's arrays are floating point.")
-    return _reshape(np.frombuffer(buffer, np.dtype(dtype).newbyteorder("<")), shape)
-
-
-def _join_chunks(tree: dict[str, Any]) -> Any:
-    """An array that flax has cut up, joined; any other dict as it is."""
-    if "__msgpack_chunked_array__" not in tree:
-        return tree
-    chunks, shape = tree.get("chunks"), tree.get("shape")
-    if not isinstance(chunks, dict) or not isinstance(shape, dict) or not chunks:
-        raise ValueError("a chunked array has no chunks or no shape.")
-    parts: list[Any] = [chunks.get(str(i)) for i in range(len(chunks))]
-    if not all(isinstance(part, np.ndarray) and part.ndim == 1 for part in parts):
-        raise ValueError("a chunked array's chunks are not flat arrays, numbered from 0.")
-    return _reshape(np.concatenate(parts), [shape.get(str(i)) for i in range(len(shape))])
-
-
-def _reshape(flat: np.ndarray, shape: Any) -> np.ndarray:
+    flat = np.frombuffer(buffer, np.dtype(dtype).newbyteorder("<"))
     sizes_are_counts = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     if not sizes_are_counts or len(shape) > 3 or math.prod(shape) != flat.size:
         raise ValueError(f"array of {flat.size} numbers cannot have shape {shape!r}.")

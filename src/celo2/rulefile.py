@@ -10,18 +10,17 @@ ValueError that says what. huggingface_hub is an optional extra, imported only w
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import os
 import re
 import secrets
-import socket
 import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies
+from urllib.parse import unquote
 
 import numpy as np
 import safetensors
@@ -71,9 +70,8 @@ def load(path: str | os.PathLike[str]) -> Rule:
     (8, 8)
     """
     source = os.fspath(path)
-    if is_address(source):
-        return from_bytes(read_file(download(source)), source)
-    return from_bytes(read_file(Path(source)), source)
+    file = download(source) if source.startswith(HUB_PREFIX) else Path(source)
+    return from_bytes(read_file(file), source)
 
 
 def save(rule: Rule, path: str | os.PathLike[str]) -> None:
@@ -374,11 +372,6 @@ class Address(NamedTuple):
     file: str
 
 
-def is_address(text: str) -> bool:
-    """Whether a path is meant as an address on the hub."""
-    return text.startswith(HUB_PREFIX)
-
-
 def parse_address(text: str) -> Address:
     """The parts of `hf://user/repo[@revision][/folder/file.safetensors]`.
 
@@ -403,7 +396,7 @@ def download(text: str) -> Path:
     Without the network, or under HF_HUB_OFFLINE=1, only copies fetched before are found.
     """
     address = parse_address(text)
-    library = _huggingface_hub()
+    library = import_extra("huggingface_hub", "hub")
     offline = _is_offline()
     try:
         path = library.hf_hub_download(
@@ -423,7 +416,7 @@ def push(repo: str, files: Mapping[str, bytes], *, private: bool = False) -> str
     address = parse_address(HUB_PREFIX + repo)
     if address != Address(repo, None, HUB_FILE):
         raise ValueError(f"{repo!r} is not a repository; write user/repo.")
-    library = _huggingface_hub()
+    library = import_extra("huggingface_hub", "hub")
     if _is_offline():
         raise ConnectionError(
             f"{repo}: the hub is out of reach or HF_HUB_OFFLINE is set. Connect or unset it, then "
@@ -478,32 +471,35 @@ rule = celo2.load("{address}")
 """
 
 
-def _huggingface_hub() -> Any:
+def import_extra(name: str, extra: str) -> Any:
+    """The library `name`, which celo2's `extra` installs."""
     try:
-        import huggingface_hub
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError("hf:// addresses need huggingface_hub: pip install celo2[hub]") from error
-    return huggingface_hub
+        raise ImportError(f'This needs {name} ({error}): pip install "celo2[{extra}]".') from error
+
+
+def offline_is_wished() -> bool:
+    """Whether HF_HUB_OFFLINE asks to use only what the hub's library has fetched before."""
+    constants = import_extra("huggingface_hub.constants", "hub")
+    set_since = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return constants.HF_HUB_OFFLINE or set_since
+
+
+def ask_hub() -> None:
+    """Raises unless the hub answers; its library alone would try for 24 s."""
+    library = import_extra("huggingface_hub", "hub")
+    library.get_session().head(library.constants.ENDPOINT, timeout=HUB_TIMEOUT)
 
 
 def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    wish = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    return wish or not _is_reachable(constants.ENDPOINT)
-
-
-def _is_reachable(endpoint: str) -> bool:
-    # Asked first, because the library repeats its attempts for 24 s where there is no network.
-    if {"http", "https", "all"} & getproxies().keys():
-        return True  # a direct connection would say nothing
-    url = urlsplit(endpoint)
+    if offline_is_wished():
+        return True
     try:
-        port = url.port or (80 if url.scheme == "http" else 443)
-        socket.create_connection((url.hostname or "", port), HUB_TIMEOUT).close()
-    except OSError:
-        return False
-    return True
+        ask_hub()
+    except Exception:  # of whichever library makes the connection
+        return True
+    return False
 
 
 def _explain(error: Exception, place: str, offline: bool) -> OSError:

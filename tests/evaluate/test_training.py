@@ -4,17 +4,18 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from small_runs import of_kind, small, stop_after, train, without_times
 
 from celo2.evaluate import RunConfig, describe, program
 from celo2.evaluate.config import config_from_fields, resolve, run_name
-from celo2.evaluate.program import accumulated, in_precision
+from celo2.evaluate.program import in_precision
 from celo2.rule import Rule, initial_weights
 from celo2.rulefile import digest, load, pretrained, save
 from celo2.runs import checkpoint, records
 from celo2.runs.folder import RunFolder, RunRefused, RunTaken, locked
-from celo2.tasks import TASKS
+from celo2.tasks import TASKS, supervised
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +189,12 @@ def test_wrong_task_and_options_are_named(tmp_path):
 @pytest.mark.parametrize("name", ["digits-mlp", "text-tiny"])
 def test_accumulated_gradient_is_the_big_batch_s(name):
     task = TASKS[name].make(batch=8)
-    params, batch = task.init(jax.random.key(0)), task.sample(task.data, jax.random.key(1), "train")
-    whole, parts = (
-        jax.jit(jax.value_and_grad(t.loss, has_aux=True))(params, batch)
-        for t in (task, accumulated(task, 4))
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), whole, parts)
-    alone = accumulated(task, 4).loss(params, batch)
-    assert float(alone[0]) == pytest.approx(float(whole[0][0]), rel=1e-5)
+    whole, parts = (supervised(task, optax.sgd(1.0), 2, accumulate=n) for n in (1, 4))
+    state = whole.init(jax.random.key(0))
+    stepped = (trainer.step(state, jax.random.key(1)) for trainer in (whole, parts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *stepped)
+    valid = [trainer.evaluate(state, jax.random.key(2))["loss"] for trainer in (whole, parts)]
+    assert float(valid[1]) == pytest.approx(float(valid[0]), rel=1e-5)
 
 
 def test_unchained_steps_are_the_chained_ones(tmp_path, whole_run, monkeypatch):

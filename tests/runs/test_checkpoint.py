@@ -145,7 +145,7 @@ def test_checkpoint_of_another_state_is_refused_by_the_arrays_that_differ(tmp_pa
     with checkpoint.open_manager(tmp_path) as manager:
         whole = {"a": jnp.zeros(4), "b": jnp.zeros(2)}
         checkpoint.save(manager, 1, whole, {"config": {}, "data": {}})
-        checkpoint.finish(manager)
+        manager.wait_until_finished()
     place = SingleDeviceSharding(jax.devices()[0])
     abstract = {
         name: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype, sharding=place)

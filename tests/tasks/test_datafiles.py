@@ -4,7 +4,7 @@ import lzma
 import pytest
 
 from celo2.tasks import load_text
-from celo2.tasks.tokens import read_documents
+from celo2.tasks.tokens import TokenOptions, read_documents
 
 
 @pytest.mark.parametrize(("ending", "compress"), [("xz", lzma.compress), ("gz", gzip.compress)])
@@ -31,4 +31,4 @@ def test_files_that_are_no_text_are_refused(content, message, tmp_path):
     with pytest.raises(ValueError, match=f"corpus.txt' begins like {message}"):
         load_text(tmp_path / "corpus.txt")
     with pytest.raises(ValueError, match=f"corpus.txt' begins like {message}"):
-        list(read_documents([str(tmp_path / "corpus.txt")]))
+        list(read_documents([str(tmp_path / "corpus.txt")], TokenOptions()))

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 
+from celo2 import rulefile
 from celo2.runs.checkpoint import digest_arrays
 from celo2.tasks import datafiles, download, images, load_text
 from celo2.tasks.download import shrink_images
@@ -187,7 +188,7 @@ def test_missing_library_error_names_the_extra(tmp_path, monkeypatch):
 def test_silent_endpoint_is_given_up_quickly(monkeypatch):
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(datafiles, "TIMEOUT", 0.3)
+    monkeypatch.setattr(rulefile, "HUB_TIMEOUT", 0.3)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as server:  # accepts connections and never answers
         server.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from celo2.tasks import TASKS, Part, tokens
 from celo2.tasks.datafiles import FetchError
 from celo2.tasks.networks import LANGUAGE_MODELS
-from celo2.tasks.tokens import load_tokenizer, make_tokens, read_documents
+from celo2.tasks.tokens import TokenOptions, load_tokenizer, make_tokens, read_documents
 from hub import use_hub
 
 LENGTH = 4  # of the windows below
@@ -37,7 +37,7 @@ def change(folder, **fields):
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6), data=st.data())
 def test_several_files_read_as_one_sequence(sizes, data):
     whole = np.arange(sum(sizes), dtype=np.uint16)
-    joined = tokens.join_tokens(np.split(whole, np.cumsum(sizes)[:-1]), vocab=50)
+    joined = tokens.Tokens(np.split(whole, np.cumsum(sizes)[:-1]), vocab=50)
     start = data.draw(st.integers(0, len(whole) - 1))
     count = data.draw(st.integers(1, len(whole) - start))
     found = tokens.read_tokens(joined, start, count)
@@ -47,7 +47,7 @@ def test_several_files_read_as_one_sequence(sizes, data):
 
 @pytest.mark.parametrize("token", [50, 2**31 + 3])
 def test_token_beyond_the_vocabulary_is_refused(token):
-    joined = tokens.join_tokens([np.array([1, token, 2], np.uint32)], vocab=50)
+    joined = tokens.Tokens([np.array([1, token, 2], np.uint32)], vocab=50)
     assert tokens.read_tokens(joined, 0, 1) == [1]
     with pytest.raises(ValueError, match="in a vocabulary of 50"):
         tokens.read_tokens(joined, 0, 2)
@@ -156,7 +156,7 @@ def test_known_texts_are_no_folders(tmp_path, monkeypatch):
 
 def in_memory(numbers, vocab=5000):
     """A token folder that is not on disk."""
-    joined = tokens.join_tokens([numbers.astype(np.uint16)], vocab)
+    joined = tokens.Tokens([numbers.astype(np.uint16)], vocab)
     return tokens.TokenFolder(
         Path("nowhere"),
         "test",
@@ -355,7 +355,7 @@ def test_every_nth_document_validates_and_each_ends_with_end_of_text(tmp_path):
 
 def test_text_file_is_cut_after_lines_and_ends_once(tmp_path):
     (tmp_path / "a.txt").write_text(NUMBERS)
-    pieces = list(read_documents([str(tmp_path / "a.txt")]))
+    pieces = list(read_documents([str(tmp_path / "a.txt")], TokenOptions()))
     assert "".join(piece.text for piece in pieces) == NUMBERS and len(pieces) == 14
     assert all(piece.text.endswith("\n") for piece in pieces)
     assert [piece.ends for piece in pieces] == 13 * [False] + [True]
@@ -365,7 +365,7 @@ def test_text_file_is_cut_after_lines_and_ends_once(tmp_path):
 
 def test_file_of_a_single_line_is_cut_all_the_same(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100_000)
-    pieces = list(read_documents([str(tmp_path / "a.txt")]))
+    pieces = list(read_documents([str(tmp_path / "a.txt")], TokenOptions()))
     assert len(pieces) == 4 and sum(len(piece.text) for piece in pieces) == 100_000
 
 
@@ -421,7 +421,7 @@ def test_making_stops_with_the_document_that_reaches_the_limit(tmp_path):
         tmp_path / "out",
         [path],
         tokenizer="bytes",
-        limit=21,
+        tokens=21,
         report=lambda *progress: seen.append(progress),
     )
     assert (made.valid.count, made.train.count) == (5, 20)
@@ -494,7 +494,7 @@ def test_force_never_deletes_what_is_no_token_folder(tmp_path):
         ({"sources": []}, "Nothing to read"),
         ({"sources": ["none.txt"]}, "'none.txt' is neither a file nor one of fineweb"),
         ({"valid_every": 1}, "valid_every=1 must be at least 2"),
-        ({"limit": 0}, "limit=0"),
+        ({"tokens": 0}, "tokens=0"),
         ({"tokenizer": "none.json"}, "no tokenizer file 'none.json'"),
         ({}, "1 documents .*too few for any to be for train"),
     ],
@@ -563,7 +563,7 @@ def test_fineweb_is_streamed_until_the_limit(tmp_path, monkeypatch):
 
     hub = FakeHub(rows())
     use_hub(monkeypatch, hub)
-    made = make_tokens(tmp_path / "out", ["fineweb-edu"], tokenizer="bytes", limit=700)
+    made = make_tokens(tmp_path / "out", ["fineweb-edu"], tokenizer="bytes", tokens=700)
     place, options = hub.asked[0]
     assert place == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
     assert options == {"split": "train", "streaming": True}

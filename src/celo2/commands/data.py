@@ -7,14 +7,13 @@ from typing import Annotated
 
 import tyro
 
+from celo2.commands.progress import Flat, progress_bar
 from celo2.tasks.download import ARTICLES, compare_with_records, fetch
 from celo2.tasks.images import IMAGE_SETS
 from celo2.tasks.tokens import (
-    SHARD,
     SPLITS,
-    SUBSET,
-    VALID_EVERY,
     TokenFolder,
+    TokenOptions,
     make_tokens,
     read_token_folder,
     verify_token_folder,
@@ -61,55 +60,26 @@ def fetch_datasets(
 
 def make_token_folder(
     out: str,
+    options: Annotated[TokenOptions, Flat],
     from_: Sources = (),
-    tokenizer: str = "gpt2",
-    tokens: float | None = None,
-    subset: str = SUBSET,
-    field: str = "text",
-    end_of_text: str | None = None,
-    valid_every: int = VALID_EVERY,
-    shard: float = SHARD,
     force: bool = False,
 ) -> None:
     """Make a token folder, for the option --text of a language model.
 
     Args:
         out: the folder to make.
+        options: how.
         from_: text files or files of JSON lines (.jsonl), either as .xz or .gz too; or fineweb or
             fineweb-edu, streamed from the Hugging Face hub.
-        tokenizer: bytes, the path of a tokenizer.json, or a name on the hub.
-        tokens: stop after so many, such as 600e6; by default at the end of the text.
-        subset: the subset of FineWeb.
-        field: the field of a JSON line that holds its text.
-        end_of_text: the token that ends a document, if it has none of the usual names.
-        valid_every: one document in so many is for validation. A text file counts as one document
-            for every 16,384 characters.
-        shard: the most tokens in one file.
         force: replace a token folder that exists already.
     """
-    from tqdm import tqdm
-
-    interval = 0.5 if sys.stderr.isatty() else 60
-    bar = tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=interval, delay=DELAY)
-    with bar:
+    with progress_bar(options.tokens, " tokens", unit_scale=True, delay=DELAY) as bar:
 
         def report(documents: int, count: int) -> None:
             bar.set_postfix_str(f"{documents:,} documents", refresh=False)
             bar.update(count - bar.n)
 
-        folder = make_tokens(
-            out,
-            from_,
-            tokenizer=tokenizer,
-            end_of_text=end_of_text,
-            subset=subset,
-            field=field,
-            limit=None if tokens is None else int(tokens),
-            valid_every=valid_every,
-            shard=int(shard),
-            force=force,
-            report=report,
-        )
+        folder = make_tokens(out, from_, force=force, report=report, **vars(options))
     print(describe_folder(folder))
 
 

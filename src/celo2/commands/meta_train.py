@@ -5,7 +5,7 @@ import json as jsonlib
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +49,7 @@ class Options:
         meta: the config.
         preset: the config to start from; options below change single fields of it.
         config: a TOML file whose fields come before the preset's; options come before both.
+        families: names of the kinds of inner problems; a TOML file says more of each.
         resume: continue where there is a checkpoint, else start.
         minutes: save and stop after that long.
         init_from: the rule a new run starts from: a file, a shipped name or an hf:// address.
@@ -69,6 +70,7 @@ class Options:
     meta: Annotated[MetaConfig, Flat]
     preset: Literal["celo2", "celo2-base"] = "celo2"
     config: str | None = None
+    families: tuple[str, ...] = ()
     resume: bool = False
     minutes: float | None = None
     init_from: str | None = None
@@ -129,7 +131,6 @@ def parse_options(arguments: list[str]) -> Options:
     first.add_argument("--config")
     first.add_argument("--out")
     first.add_argument("--resume", action="store_true")
-    first.add_argument("--families", nargs="+")
     known, _ = first.parse_known_args(arguments)
     base = PRESETS.get(known.preset or "celo2", PRESETS["celo2"])
     if known.config:
@@ -137,17 +138,11 @@ def parse_options(arguments: list[str]) -> Options:
     elif known.resume and known.out and not known.preset:
         stored = RunFolder(Path(known.out)).read_config()
         base = from_fields(stored["config"]) if stored else base
-    if known.families:
-        base = from_fields({"families": known.families}, base)
-        arguments = _without(arguments, "--families", len(known.families))
     default = Options(out=tyro.MISSING, meta=base)
-    return tyro.cli(Options, prog="celo2 meta-train", args=arguments, default=default)
-
-
-def _without(arguments: list[str], option: str, values: int) -> list[str]:
-    """The arguments without an option and its values, which tyro does not know."""
-    place = arguments.index(option)
-    return arguments[:place] + arguments[place + 1 + values :]
+    options = tyro.cli(Options, prog="celo2 meta-train", args=arguments, default=default)
+    if not options.families:
+        return options
+    return replace(options, meta=from_fields({"families": options.families}, options.meta))
 
 
 def default_devices(options: Options) -> int:

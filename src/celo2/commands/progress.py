@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from celo2.rulefile import import_extra
 from celo2.runs.records import Row
 
 Flat = tyro.conf.arg(name="")  # --learning-rate, not --config.learning-rate
@@ -33,23 +34,18 @@ def set_up_logging() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
-def progress_bar(total: int | None, unit: str, done: int = 0) -> Any:
+def progress_bar(total: float | None, unit: str, done: int = 0, **options: Any) -> Any:
     """A bar on stderr, drawn now and then where that is no terminal."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(initial=done, total=total, unit=unit, mininterval=interval, dynamic_ncols=True)
+    options |= {"mininterval": interval, "dynamic_ncols": True}
+    return tqdm(initial=done, total=total, unit=unit, **options)
 
 
 def tensorboard(out: Path) -> Tracker:
     """Writes rows as scalars to RUN_DIR/tensorboard."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "--tensorboard needs tensorboardX: pip install 'celo2[tensorboard]'"
-        ) from error
-    writer = SummaryWriter(str(out / "tensorboard"))
+    writer = import_extra("tensorboardX", "tensorboard").SummaryWriter(str(out / "tensorboard"))
 
     def send(row: Row) -> None:
         for name, value in scalars(row).items():

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from celo2.evaluate.config import RunConfig, config_from_fields, find_task, resolve, run_name
-from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.optimizers import digest_rule, load_rule
 from celo2.evaluate.recipe import unlike_data, unlike_work
-from celo2.rulefile import digest, write_whole
+from celo2.rulefile import write_whole
 from celo2.runs import records
 from celo2.runs.records import Row
 
@@ -105,8 +105,7 @@ class Sweep(NamedTuple):
 
 def name_of(config: RunConfig) -> str:
     """The name of the run's folder."""
-    rule = load_rule(config.optimizer)
-    return run_name(config, None if rule is None else digest(rule))
+    return run_name(config, digest_rule(load_rule(config.optimizer)))
 
 
 def read_outcome(config: RunConfig, out: str | PathLike) -> Outcome:
@@ -217,15 +216,6 @@ class ScoreRange(NamedTuple):
     count: int
 
 
-class Costs(NamedTuple):
-    """Medians over an optimizer's runs on a task; None where nothing is recorded."""
-
-    seconds_per_step: float | None
-    compile_seconds: float | None
-    state_bytes: float | None
-    temporary_bytes: float | None
-
-
 def is_sweep(path: str | PathLike) -> bool:
     """Whether a sweep was started in the folder, or is packed in the file."""
     return (Path(path) / INDEX).is_file() or Path(path).is_file()
@@ -315,15 +305,11 @@ def edge_of(entry: Entry) -> str | None:
     return "lowest" if best == min(rates) else "highest"
 
 
-def costs_of(entry: Entry) -> Costs:
-    """What a step costs; of the runs that did not diverge."""
+def median_cost(entry: Entry, field: str) -> float | None:
+    """The median of an end row's field over the runs that did not diverge, where it is recorded."""
     ends = [run.end for run in entry.runs if run.state == "finished" and run.end]
-
-    def middle(field: str) -> float | None:
-        found = [end[field] for end in ends if end.get(field) is not None]
-        return median(found) if found else None
-
-    return Costs(*map(middle, Costs._fields))
+    found = [end[field] for end in ends if end.get(field) is not None]
+    return median(found) if found else None
 
 
 class Reached(NamedTuple):
@@ -399,19 +385,19 @@ def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
     """What a step of each optimizer costs, with a head."""
     rows = [["optimizer", "ms per step", "against AdamW", "compile s", "state", "step memory"]]
     baseline = baseline_of(entries)
-    base = None if baseline is None else costs_of(baseline).seconds_per_step
+    base = None if baseline is None else median_cost(baseline, "seconds_per_step")
     for entry in entries:
-        costs = costs_of(entry)
-        seconds = costs.seconds_per_step
+        seconds = median_cost(entry, "seconds_per_step")
+        compiling = median_cost(entry, "compile_seconds")
         ratio = seconds / base if seconds and base else None
         rows.append(
             [
                 entry.label,
                 NONE if seconds is None else f"{1e3 * seconds:.3g}",
                 NONE if ratio is None else f"{ratio:.2f}×",
-                NONE if costs.compile_seconds is None else f"{costs.compile_seconds:.1f}",
-                _size(costs.state_bytes),
-                _size(costs.temporary_bytes),
+                NONE if compiling is None else f"{compiling:.1f}",
+                _size(median_cost(entry, "state_bytes")),
+                _size(median_cost(entry, "temporary_bytes")),
             ]
         )
     return rows

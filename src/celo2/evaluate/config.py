@@ -41,7 +41,7 @@ def find_task(name: str) -> TaskSpec:
 
 
 class Variant(NamedTuple):
-    """A rule, the factor on its updates, and the Adam beside it.
+    """A rule, the factor on its updates, the Adam beside it, and the optimizer that it is for.
 
     `adam_multiplier` is Adam's rate as a multiple of the rule's; None where nothing is left to it.
     """
@@ -50,6 +50,7 @@ class Variant(NamedTuple):
     rms_scale: float = 1.0
     adam_multiplier: float | None = ADAM_MULTIPLIER
     nesterov: bool = True
+    optimizer: Literal["celo2"] | LstmOptimizer = "celo2"
 
 
 VARIANTS = {
@@ -63,43 +64,28 @@ VARIANTS = {
 
 
 def find_variant(optimizer: str) -> Variant | None:
-    """How the optimizer uses a rule, be it a shipped one or a file; None for other optimizers.
+    """How the optimizer uses a rule, be it a shipped one, a file, or velo=FILE; None for others.
 
     >>> find_variant("celo2-rms0.2").adam_multiplier
     1.0
+    >>> find_variant("velo=runs/velo.safetensors").rule
+    'runs/velo.safetensors'
     >>> find_variant("adamw") is None
     True
     """
-    if split_lstm(optimizer) is not None:
-        return None
+    for name in get_args(LstmOptimizer):
+        if optimizer.startswith(f"{name}="):
+            file = optimizer.removeprefix(f"{name}=")
+            return Variant(file, adam_multiplier=None, optimizer=name)
     if optimizer.endswith(".safetensors") or optimizer.startswith("hf://"):
         return Variant(optimizer)
     return VARIANTS.get(optimizer)
 
 
-def split_lstm(optimizer: str) -> tuple[LstmOptimizer, str] | None:
-    """The name and the rule of `velo=FILE` or `celo=FILE`; None for other optimizers.
-
-    >>> split_lstm("velo=runs/velo.safetensors")
-    ('velo', 'runs/velo.safetensors')
-    """
-    for name in get_args(LstmOptimizer):
-        if optimizer.startswith(f"{name}="):
-            return name, optimizer.removeprefix(f"{name}=")
-    return None
-
-
-def shared_name(optimizer: str) -> str:
-    """One name for all optimizers that differ in nothing but their rule.
-
-    >>> shared_name("celo2") == shared_name("runs/mine/rule.safetensors")
-    True
-    """
-    if lstm := split_lstm(optimizer):
-        return f"{lstm[0]}=any.safetensors"
+def uses_lstm(optimizer: str) -> bool:
+    """Whether it is VeLO or Celo, `velo=FILE` or `celo=FILE`."""
     variant = find_variant(optimizer)
-    plain = variant is not None and variant._replace(rule="") == Variant("")
-    return "any.safetensors" if plain else optimizer
+    return variant is not None and variant.optimizer != "celo2"
 
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -201,12 +187,13 @@ def resolve(config: RunConfig) -> RunConfig:
     spec = find_task(config.task)
     steps = config.steps or spec.steps
     variant = find_variant(config.optimizer)
-    lstm = split_lstm(config.optimizer)
-    if lstm is not None:  # has a schedule of its own
+    name = config.optimizer
+    if variant is not None and uses_lstm(name):  # has a schedule of its own
+        name = variant.optimizer
         config = dataclasses.replace(config, schedule="constant", warmup=0.0)
     return dataclasses.replace(
         config,
-        label=config.label or (lstm[0] if lstm else config.optimizer),
+        label=config.label or name,
         steps=steps,
         batch=config.batch or spec.batch,
         adam_multiplier=config.adam_multiplier or (variant and variant.adam_multiplier),

@@ -16,12 +16,11 @@ from celo2.evaluate.config import (
     Variant,
     find_task,
     find_variant,
-    split_lstm,
 )
 from celo2.jax import celo, celo2, velo
 from celo2.jax.optimizer import route_all
 from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
-from celo2.rulefile import as_rule, as_velo_rule
+from celo2.rulefile import as_rule, as_velo_rule, digest
 from celo2.runs.fields import import_function
 from celo2.velo import VeloRule
 
@@ -91,21 +90,26 @@ def load_rule(name: str) -> Rule | None:
     """The rule that the optimizer called `name` uses; None for one without."""
     if name in BASELINES or OWN.fullmatch(name):
         return None
-    lstm = split_lstm(name)
+    variant = find_variant(name) or Variant(name)
     try:
-        if lstm is not None:
-            return as_velo_rule(lstm[1], lstm[0])
-        return as_rule(VARIANTS[name].rule if name in VARIANTS else name)
+        if variant.optimizer != "celo2":
+            return as_velo_rule(variant.rule, variant.optimizer)
+        return as_rule(variant.rule)
     except FileNotFoundError as error:
-        if lstm is not None:
+        if variant.optimizer != "celo2":
             raise ValueError(
-                f"optimizer={name!r} needs a rule file for {lstm[0]}, which `celo2 convert` makes "
-                f"of a published checkpoint. {error}"
+                f"optimizer={name!r} needs a rule file for {variant.optimizer}, which `celo2 "
+                f"convert` makes of a published checkpoint. {error}"
             ) from error
         raise ValueError(
             f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}, no rule file and not "
             f"velo=FILE, celo=FILE or module:function. {error}"
         ) from error
+
+
+def digest_rule(rule: Rule | None) -> str | None:
+    """The SHA-256 of what `load_rule` found."""
+    return None if rule is None else digest(rule)
 
 
 def make_optimizer(

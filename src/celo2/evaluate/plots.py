@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -112,37 +113,8 @@ def draw_rates(sweep: Sweep, task: str) -> Figure:
     return figure
 
 
-def draw_update_rms(sweep: Sweep, task: str) -> Figure:
-    """The RMS of updates, the learning rate in it, by step and group."""
-    return _draw_rms(sweep, task, "update_rms", "RMS of updates")
-
-
-def draw_param_rms(sweep: Sweep, task: str) -> Figure:
-    """The RMS of parameters by step and group."""
-    return _draw_rms(sweep, task, "param_rms", "RMS of parameters")
-
-
-FIGURES: dict[str, Draw] = {
-    "curves": draw_curves,
-    "rates": draw_rates,
-    "update_rms": draw_update_rms,
-    "param_rms": draw_param_rms,
-}
-
-
-def thin(points: Sequence[Point], bins: int = BINS) -> list[Point]:
-    """At most `bins` points, each the mean of neighbours: smoother, and smaller as a file.
-
-    >>> thin([(1, 4.0), (2, 2.0), (3, 3.0), (4, 5.0)], bins=2)
-    [(1.5, 3.0), (3.5, 4.0)]
-    """
-    if len(points) <= bins:
-        return list(points)
-    parts = np.array_split(np.array(points, np.float64), bins)
-    return [(float(step), float(value)) for step, value in (part.mean(axis=0) for part in parts)]
-
-
-def _draw_rms(sweep: Sweep, task: str, field: str, title: str) -> Figure:
+def draw_rms(sweep: Sweep, task: str, *, field: str, title: str) -> Figure:
+    """The RMS of updates, the learning rate in it, or of parameters, by step and group."""
     figure, axes = _new_figure(title, "step", "")
     drawn, values = set(), []
     for entry in sweep.tasks[task]:
@@ -162,11 +134,30 @@ def _draw_rms(sweep: Sweep, task: str, field: str, title: str) -> Figure:
     if values:
         axes.set_yscale("log")
     if values and max(values) < LOG_RATIO * min(values):
-        _plain(
-            axes.yaxis, values
-        )  # Matplotlib's own labels are long where there is no whole decade
+        # Matplotlib's own labels are long where there is no whole decade.
+        _plain(axes.yaxis, values)
     _add_legend(figure, axes)
     return figure
+
+
+FIGURES: dict[str, Draw] = {
+    "curves": draw_curves,
+    "rates": draw_rates,
+    "update_rms": partial(draw_rms, field="update_rms", title="RMS of updates"),
+    "param_rms": partial(draw_rms, field="param_rms", title="RMS of parameters"),
+}
+
+
+def thin(points: Sequence[Point], bins: int = BINS) -> list[Point]:
+    """At most `bins` points, each the mean of neighbours: smoother, and smaller as a file.
+
+    >>> thin([(1, 4.0), (2, 2.0), (3, 3.0), (4, 5.0)], bins=2)
+    [(1.5, 3.0), (3.5, 4.0)]
+    """
+    if len(points) <= bins:
+        return list(points)
+    parts = np.array_split(np.array(points, np.float64), bins)
+    return [(float(step), float(value)) for step, value in (part.mean(axis=0) for part in parts)]
 
 
 def _style(sweep: Sweep, entry: Entry) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 Steps are chained in one call where that is faster.
 """
 
-import dataclasses
 import inspect
 import math
 import time
@@ -21,8 +20,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from celo2.evaluate.config import RunConfig, find_task, resolve, shared_name, split_lstm
+from celo2.evaluate.config import VARIANTS, RunConfig, find_task, find_variant, resolve
 from celo2.evaluate.optimizers import (
+    digest_rule,
     group_leaves,
     load_rule,
     make_optimizer,
@@ -38,11 +38,10 @@ from celo2.evaluate.sharding import (
     optimizer_specs,
     parameter_specs,
     place_arrays,
-    put,
     shard_batch,
 )
 from celo2.rule import Rule
-from celo2.rulefile import digest
+from celo2.rulefile import as_rule
 from celo2.runs.checkpoint import digest_arrays, like_tree, name_arrays
 from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
 from celo2.velo import CELO, VELO, VeloRule, initial_weights
@@ -112,7 +111,8 @@ def set_up(
         tx = optimizer(rate, weights)
         if not isinstance(problem, Task):
             return spec.train(problem, tx)
-        return supervised(problem._replace(data=arrays), tx, batches if chained else 1)
+        task = problem._replace(data=arrays)
+        return supervised(task, tx, batches if chained else 1, config.accumulate)
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
@@ -130,7 +130,7 @@ def set_up(
         data=arrays,
         given=given,
         checksum=checksum,
-        rule=None if rule is None else digest(rule),
+        rule=digest_rule(rule),
         weights=weights,
         trainer=trainer,
         abstract=abstract,
@@ -204,8 +204,6 @@ def _adjust(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
         return made
     if config.precision != "float32":
         made = in_precision(made, jnp.dtype(config.precision))
-    if config.accumulate > 1:
-        made = accumulated(made, config.accumulate)
     if mesh is None:
         return made
     check_batch(config.batch, config.accumulate, mesh)
@@ -263,60 +261,16 @@ def in_precision(task: Task, dtype: Any) -> Task:
 
     def loss(params, batch):
         named = name_arrays(params)
-        _check_gathered(task, named)
+        if unknown := [name for name in task.gathered if name not in named]:
+            raise ValueError(
+                f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
+                f"{', '.join(named)}."
+            )
         half = {name: x if name in task.gathered else cast(x) for name, x in named.items()}
         value, metrics = task.loss(like_tree(params, half), jax.tree.map(cast, batch))
         return value.astype(jnp.float32), metrics
 
     return task._replace(loss=loss)
-
-
-def accumulated(task: Task, parts: int) -> Task:
-    """The task whose gradient is the mean of its batch's parts, computed one after the other.
-
-    Only one part's activations are alive at a time. The loss must be a mean over the batch, whose
-    arrays all have the examples first.
-    """
-
-    def split(batch):
-        # Every parts-th example, not runs of them: examples stay on the devices they are on.
-        cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
-        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
-
-    def mean_over(function, batch):
-        """The mean of `function` over the parts, added up in the order of the parts."""
-        pieces = split(batch)
-        shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
-        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(total, piece):
-            return jax.tree.map(jnp.add, total, function(piece)), None
-
-        total, _ = jax.lax.scan(add, start, pieces)
-        return jax.tree.map(lambda x: x / parts, total)
-
-    @jax.custom_vjp
-    def loss(params, batch):
-        return mean_over(lambda piece: task.loss(params, piece), batch)
-
-    def forward(params, batch):
-        gradient = jax.value_and_grad(task.loss, has_aux=True)
-        return mean_over(lambda piece: gradient(params, piece), batch)
-
-    def backward(grads, cotangents):
-        # The metrics are for reading only: no gradient comes back through them.
-        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, grads), None
-
-    loss.defvjp(forward, backward)
-    return task._replace(loss=loss)
-
-
-def _check_gathered(task: Task, params: Mapping[str, Any]) -> None:
-    if unknown := [name for name in task.gathered if name not in params]:
-        raise ValueError(
-            f"gathered={task.gathered}: there is no parameter {unknown[0]!r}; there are "
-            f"{', '.join(params)}."
-        )
 
 
 class StepResults(NamedTuple):
@@ -332,12 +286,18 @@ class StepResults(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from step to step on the device."""
+    """What goes from step to step on the device; or the places of these arrays."""
 
-    step: Array
+    step: Any  # int32
     state: Any
-    totals: dict[str, Array]  # of the metrics since the call began
-    finite: Array  # whether every loss was
+    totals: Any  # of each metric, since the call began
+    finite: Any  # whether every loss was
+
+
+def first_carry(step: int, state: Any, metrics: Mapping[str, jax.ShapeDtypeStruct]) -> Carry:
+    """What the first of some steps is given."""
+    totals = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
+    return Carry(np.int32(step), state, totals, np.bool_(True))
 
 
 class RunProgram(NamedTuple):
@@ -360,7 +320,7 @@ class RunProgram(NamedTuple):
             # Arrays of their own: two names for one array could not both be used up.
             return jax.tree.map(jnp.copy, init(seed))
         places = jax.tree.map(lambda x: x.sharding, self.setup.abstract)
-        return jax.jit(init, out_shardings=places)(self._put(seed, jnp.uint32))
+        return jax.jit(init, out_shardings=places)(np.uint32(seed))
 
     def batches(self, seed: int) -> Batches:
         """The data of the steps of a run with that seed."""
@@ -370,20 +330,13 @@ class RunProgram(NamedTuple):
         self, config: RunConfig, batches: Batches, state: Any, first: int, last: int
     ) -> tuple[Any, StepResults]:
         """Steps from `first` to `last`, or until the loss is not finite. Uses up the state."""
-        rate = self._put(config.learning_rate, jnp.float32)
-        seed = self._put(config.seed, jnp.uint32)
-        totals = jax.tree.map(lambda x: self._put(np.zeros(x.shape), x.dtype), self.metrics)
-        carry = Carry(self._put(first, jnp.int32), state, totals, self._put(True, jnp.bool_))
+        fixed = np.float32(config.learning_rate), self.setup.weights, np.uint32(config.seed)
+        carry = first_carry(first, state, self.metrics)
         if self.setup.chained:
-            last_step = self._put(last, jnp.int32)
-            carry = self.advance_compiled(
-                batches.at(first), rate, self.setup.weights, seed, carry, last_step
-            )
+            carry = self.advance_compiled(batches.at(first), *fixed, carry, np.int32(last))
         else:
             for step in range(first, last):
-                carry = self.advance_compiled(
-                    batches.at(step), rate, self.setup.weights, seed, carry
-                )
+                carry = self.advance_compiled(batches.at(step), *fixed, carry)
                 # Many collectives in a queue may block each other on CPU devices.
                 if jax.default_backend() == "cpu" and not carry.finite:
                     break
@@ -397,13 +350,9 @@ class RunProgram(NamedTuple):
         """The validation metrics."""
         batches = Batches(self.setup.data, "valid", VALIDATION_KEY, self.setup.mesh)
         calls = range(1 if self.setup.chained else self.setup.config.evaluation_batches)
-        numbers = [self._put(i, jnp.int32) for i in calls]
-        found = [self.evaluate_compiled(batches.at(i), state, numbers[i]) for i in calls]
+        found = [self.evaluate_compiled(batches.at(i), state, np.int32(i)) for i in calls]
         rows = [jax.tree.map(float, jax.device_get(row)) for row in found]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-    def _put(self, value: Any, dtype: Any) -> Array:
-        return put(value, dtype, self.setup.mesh)
 
 
 def build_program(
@@ -414,22 +363,17 @@ def build_program(
     Rules of one RuleConfig share it too, whatever their weights.
     """
     rule = load_rule(config.optimizer)
-    shared = dataclasses.replace(
-        config,
-        optimizer=shared_name(config.optimizer),
-        learning_rate=1.0,
-        seed=0,
-        label=None,
-        record_every=1,
-    )
-    key = (shared, None if rule is None else rule.config, data, mesh)
-    program = _programs.pop(key, None) or _compile_program(shared, rule, data, mesh)
+    shared = replace(config, optimizer="", learning_rate=1.0, seed=0, label=None, record_every=1)
+    variant = find_variant(config.optimizer)
+    use = config.optimizer if variant is None else variant._replace(rule="")
+    key = (shared, use, None if rule is None else rule.config, data, mesh)
+    program = _programs.pop(key, None) or _compile_program(config, rule, data, mesh)
     _programs[key] = program
     while len(_programs) > KEPT:
         del _programs[next(iter(_programs))]
     if rule is None:
         return program
-    mine = {"rule": digest(rule), "weights": place_weights(rule, mesh)}
+    mine = {"rule": digest_rule(rule), "weights": place_weights(rule, mesh)}
     return program._replace(setup=program.setup._replace(**mine))
 
 
@@ -441,9 +385,8 @@ def _compile_program(
     metrics, advanced = lower_advance(setup)
     compiled = advanced.compile()
     evaluate = jax.jit(partial(_evaluate, setup), out_shardings=_everywhere(mesh))
-    number = put(0, jnp.int32, mesh)
     with in_mesh(mesh):
-        evaluated = evaluate.lower(setup.given, setup.abstract, number)
+        evaluated = evaluate.lower(setup.given, setup.abstract, np.int32(0))
     check_metric(setup, evaluated.out_info)
     return RunProgram(
         setup=setup,
@@ -460,25 +403,24 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
 
     Nothing is allocated if the setup was made without data.
     """
-    mesh = setup.mesh
-    rate, seed, count = (put(0, dtype, mesh) for dtype in (jnp.float32, jnp.uint32, jnp.int32))
+    mesh, everywhere = setup.mesh, _everywhere(setup.mesh)
     metrics = jax.eval_shape(
         lambda data, state, key: setup.trainer(data).step(state, key)[1],
         setup.given,
         setup.abstract,
         jax.random.key(0),
     )
-    totals = jax.tree.map(lambda x: put(np.zeros(x.shape), x.dtype, mesh), metrics)
-    carry = Carry(count, setup.abstract, totals, put(True, jnp.bool_, mesh))
-    places = None
-    if mesh is not None:
-        places = jax.tree.map(lambda x: x.sharding, carry)
+    carry = first_carry(0, setup.abstract, metrics)
+    places = jax.tree.map(lambda x: x.sharding, setup.abstract)
     advance = jax.jit(
-        partial(_chain if setup.chained else _step, setup), donate_argnums=4, out_shardings=places
+        partial(_chain if setup.chained else _step, setup),
+        donate_argnums=4,
+        out_shardings=None if mesh is None else Carry(everywhere, places, everywhere, everywhere),
     )
-    last = [count] if setup.chained else []
+    last = [np.int32(0)] if setup.chained else []
+    fixed = np.float32(0), setup.weights, np.uint32(0)
     with in_mesh(mesh):
-        return metrics, advance.lower(setup.given, rate, setup.weights, seed, carry, *last)
+        return metrics, advance.lower(setup.given, *fixed, carry, *last)
 
 
 def _step(setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry) -> Carry:
@@ -541,34 +483,23 @@ def describe(config: RunConfig) -> dict[str, Any]:
     (49250304, 600047616)
     """
     config = resolve(config)
-    rule = stand_in(config.optimizer)
-    setup = set_up(
-        replace(config, optimizer=rule or config.optimizer),
-        blank=True,
-        rule=untrained_rule(config.optimizer),
-    )
-    key = jax.random.key(0)
-    step = jax.eval_shape(
-        lambda d, s, k: setup.trainer(d).step(s, k),
-        setup.given,
-        setup.abstract,
-        key,
-    )
-    _check_same_state(step[0], setup.abstract)
-    valid = jax.eval_shape(
-        lambda d, s, k: setup.trainer(d).evaluate(s, k),
-        setup.given,
-        setup.abstract,
-        key,
-    )
+    name, rule = stand_in(config.optimizer) or (None, None)
+    setup = set_up(config, blank=True, rule=rule)
+
+    def step_and_validate(data, state, key):
+        trainer = setup.trainer(data)
+        return trainer.step(state, key)[0], trainer.evaluate(state, key)
+
+    state, valid = jax.eval_shape(step_and_validate, setup.given, setup.abstract, jax.random.key(0))
+    _check_same_state(state, setup.abstract)
     check_metric(setup, valid)
     assert config.steps is not None
     tokens = setup.sizes["tokens_per_step"]
     updates = config.steps * setup.spec.updates_per_step
     return {
         "task": config.task,
-        "optimizer": f"{config.label} ({rule} for {config.optimizer}, which is not there yet)"
-        if rule
+        "optimizer": f"{config.label} ({name} for {config.optimizer}, which is not there yet)"
+        if name
         else config.label,
         "steps": config.steps,
         "updates": updates,
@@ -580,28 +511,27 @@ def describe(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def stand_in(optimizer: str) -> str | None:
-    """The shipped rule for a rule file that is not there yet; None for any other optimizer.
+def stand_in(optimizer: str) -> tuple[str, Rule] | None:
+    """The name and a rule for a rule file that is not there yet; None for any other optimizer.
 
     Celo2-base, if "base" is in the path: who updates what decides the size of the state. The
-    MLP's widths, the decays' values, form and norm change nothing that a dry run shows.
+    MLP's widths, the decays' values, form and norm change nothing that a dry run shows. For VeLO
+    and Celo an untrained rule of the official size.
 
-    >>> stand_in("runs/base-wide/rule.safetensors")
+    >>> stand_in("runs/base-wide/rule.safetensors")[0]
     'celo2-base'
     """
-    missing = optimizer.endswith(".safetensors") and "://" not in optimizer
-    if not missing or Path(optimizer).exists() or split_lstm(optimizer):
+    variant = find_variant(optimizer)
+    if variant is None or optimizer in VARIANTS:
         return None
-    return "celo2-base" if "base" in optimizer else "celo2"
-
-
-def untrained_rule(optimizer: str) -> VeloRule | None:
-    """A rule of the official size for `velo=FILE` or `celo=FILE` whose file is not there yet."""
-    lstm = split_lstm(optimizer)
-    if lstm is None or "://" in lstm[1] or Path(lstm[1]).exists():
+    if "://" in variant.rule or Path(variant.rule).exists():
         return None
-    config = {"velo": VELO, "celo": CELO}[lstm[0]]
-    return VeloRule(config, initial_weights(config, np.random.default_rng(0)))
+    if variant.optimizer != "celo2":
+        config = {"velo": VELO, "celo": CELO}[variant.optimizer]
+        weights = initial_weights(config, np.random.default_rng(0))
+        return f"an untrained {variant.optimizer}", VeloRule(config, weights)
+    name = "celo2-base" if "base" in variant.rule else "celo2"
+    return name, as_rule(name)
 
 
 def _rates(config: RunConfig, updates: int) -> dict[int, float]:

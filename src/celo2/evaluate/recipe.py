@@ -28,6 +28,7 @@ those of [run].
 import itertools
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from celo2.evaluate.config import RunConfig, config_from_fields, resolve, split_lstm
+from celo2.evaluate.config import RunConfig, config_from_fields, resolve, uses_lstm
 from celo2.runs.records import Row
 
 TEXTS = ("command", "cost", "expect")
@@ -175,8 +176,8 @@ def _with_rules(content: Mapping[str, Any], rules: Mapping[str, str]) -> Mapping
     for label, rule in rules.items():
         if label in optimizers:
             raise ValueError(f"there is an optimizer {label!r} already: choose another label.")
-        optimizer = f"{label}={rule}" if split_lstm(f"{label}={rule}") else rule
-        if split_lstm(optimizer):
+        optimizer = f"{label}={rule}" if uses_lstm(f"{label}={rule}") else rule
+        if uses_lstm(optimizer):
             further[label] = {"optimizer": optimizer, **AS_PUBLISHED}
         elif MODEL in optimizers:
             further[label] = optimizers[MODEL] | {"optimizer": rule}
@@ -259,15 +260,12 @@ def _tuned(configs: Sequence[RunConfig]) -> list[RunConfig]:
     for config in configs:
         tried = settings.setdefault(config.label, set())
         tried.add((config.learning_rate, config.weight_decay))
-    return [c for c in configs if not (split_lstm(c.optimizer) and len(settings[c.label]) == 1)]
+    return [c for c in configs if not (uses_lstm(c.optimizer) and len(settings[c.label]) == 1)]
 
 
 def count_runs(configs: Iterable[RunConfig]) -> dict[str, int]:
     """The number of runs, by label."""
-    counts: dict[str, int] = {}
-    for config in configs:
-        counts[str(config.label)] = counts.get(str(config.label), 0) + 1
-    return counts
+    return Counter(str(config.label) for config in configs)
 
 
 def unlike_work(configs: Sequence[RunConfig]) -> list[str]:

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,15 +48,6 @@ class Batches:
         assert isinstance(self._data, Stream)
         part = Part(jax.process_index(), jax.process_count())
         return self._data.batches(self._split, self._seed, step, part)
-
-
-def put(value: Any, dtype: Any, mesh: Mesh | None) -> Array:
-    """A small array on every device."""
-    array = np.asarray(value, dtype)
-    if mesh is None:
-        return jnp.asarray(array)
-    everywhere = NamedSharding(mesh, P())
-    return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
 
 
 def in_mesh(mesh: Mesh | None) -> AbstractContextManager:

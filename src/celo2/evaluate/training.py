@@ -39,10 +39,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from celo2.evaluate.config import RunConfig, config_from_fields, resolve
-from celo2.evaluate.optimizers import load_rule
+from celo2.evaluate.optimizers import digest_rule, load_rule
 from celo2.evaluate.program import RunProgram, build_program
-from celo2.evaluate.sharding import Batches
-from celo2.rulefile import digest
 from celo2.runs import processes, records
 from celo2.runs.engine import Advanced, Job, run_job
 from celo2.runs.fields import describe_differences, to_fields
@@ -137,12 +135,21 @@ def _training_job(run: TrainingRun, keep: bool) -> Job:
         return [_start_row(run), _validate(run, state, 0)]
 
     def advance(state: Any, done: int, until: int) -> Advanced:
-        state, done, row, finite = _train(run, batches, state, done, until)
-        rows = [row]
-        if finite and (done % evaluate_every == 0 or done == total):
-            rows.append(_validate(run, state, done))
+        began = time.monotonic()
+        state, found = run.program.advance(config, batches, state, done, until)
+        run.seconds += time.monotonic() - began
+        row = {
+            "kind": "train",
+            "step": found.step,
+            "metrics": _shorten(found.metrics),
+            **_shorten(found.norms),
+            "seconds": round(run.seconds, 4),
+        }
+        rows, finite = [row], found.finite
+        if finite and (found.step % evaluate_every == 0 or found.step == total):
+            rows.append(_validate(run, state, found.step))
         run.diverged = not finite
-        return Advanced(state, done, rows, sound=finite, over=not finite)
+        return Advanced(state, found.step, rows, sound=finite, over=not finite)
 
     return Job(
         count="step",
@@ -161,23 +168,6 @@ def _training_job(run: TrainingRun, keep: bool) -> Job:
         recall=recall,
         keep=keep,
     )
-
-
-def _train(
-    run: TrainingRun, batches: Batches, state: Any, done: int, until: int
-) -> tuple[Any, int, Row, bool]:
-    """The state and the steps made, their row, and whether the loss was finite."""
-    began = time.monotonic()
-    state, found = run.program.advance(run.config, batches, state, done, until)
-    run.seconds += time.monotonic() - began
-    row = {
-        "kind": "train",
-        "step": found.step,
-        "metrics": _shorten(found.metrics),
-        **_shorten(found.norms),
-        "seconds": round(run.seconds, 4),
-    }
-    return state, found.step, row, found.finite
 
 
 def _validate(run: TrainingRun, state: Any, step: int) -> Row:
@@ -232,8 +222,7 @@ def _check_finished(folder: RunFolder, config: RunConfig) -> None:
     stored = folder.read_config()  # none where the records were unpacked
     if stored is None:
         return
-    rule = load_rule(config.optimizer)
-    ours = {"config": to_fields(config), "rule": None if rule is None else digest(rule)}
+    ours = {"config": to_fields(config), "rule": digest_rule(load_rule(config.optimizer))}
     if lines := _unlike(ours, stored):
         raise RunRefused(
             f"{folder.path} holds another run, which is finished: {'; '.join(lines)}. Choose "

@@ -10,7 +10,7 @@ from statistics import fmean, variance
 from typing import Any, Literal
 
 from celo2.evaluate.comparison import Entry, Outcome, as_text, compare, score_range, sensitivity
-from celo2.evaluate.config import RunConfig, split_lstm
+from celo2.evaluate.config import RunConfig, uses_lstm
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.recipe import Recipe, choose, parse_recipe
 from celo2.tasks.datafiles import data_folder
@@ -52,7 +52,7 @@ def validation_recipe(
         if label in BASELINES:
             continue
         rule = load_rule(label)
-        if rule is None or split_lstm(label) is not None:
+        if rule is None or uses_lstm(label):
             raise ValueError(
                 f"{label!r} is neither {' nor '.join(BASELINES)} nor a rule of Celo2: the suite "
                 "has no rates for it."

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from celo2.runs.folder import RunRefused
-from celo2.runs.processes import some_process
+from celo2.runs.processes import same_everywhere, some_process
 
 T = TypeVar("T")
 
@@ -146,7 +145,7 @@ def open_manager(folder: Path) -> ocp.CheckpointManager:
 def save(
     manager: ocp.CheckpointManager, iteration: int, state: Any, meta: Mapping[str, Any]
 ) -> None:
-    """Starts to write a checkpoint; `finish` waits for it. `meta` holds config and data."""
+    """Starts to write a checkpoint; the manager waits for it. `meta` holds config and data."""
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
     arrays = name_arrays(_copy(without_keys(state)))
     meta = {**meta, "format": FORMAT, "iteration": iteration}
@@ -183,11 +182,6 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def finish(manager: ocp.CheckpointManager) -> None:
-    """Waits for the checkpoint under way; raises what went wrong with it."""
-    manager.wait_until_finished()
-
-
 def run_digest(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """Of all that decides a run's future: its arrays, its config and its data."""
     marks = {name: fingerprint(array) for name, array in arrays.items()}
@@ -209,7 +203,7 @@ def read_newest(folder: Path, abstract: Any = None) -> tuple[Checkpoint | None, 
     """
     damages = []
     iterations = list_iterations(folder)
-    while (iteration := _same_everywhere(iterations.pop() if iterations else -1)) >= 0:
+    while (iteration := same_everywhere(iterations.pop() if iterations else -1)) >= 0:
         found, cause = _try_everywhere(lambda i: read(folder, i, abstract), iteration)
         if cause is None:
             cause = _try_everywhere(_check_digest, found)[1]
@@ -232,12 +226,6 @@ def _try_everywhere(action: Callable[[Any], T], value: Any) -> tuple[T | None, s
     if some_process(cause is not None)[0]:
         return None, cause or "another process cannot read its part"
     return result, None
-
-
-def _same_everywhere(number: int) -> int:
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def read(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:

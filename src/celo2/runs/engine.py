@@ -315,7 +315,7 @@ def _begin_save(run: _Run) -> None:
 
 
 def _settle(run: _Run) -> None:
-    checkpoint.finish(run.manager)
+    run.manager.wait_until_finished()
     if run.pending:
         run.pending, run.failures = False, 0
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import types
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 def to_fields(config: Any) -> dict[str, Any]:
     """The config as JSON has it: an inner dataclass is a dict of its own, tuples are lists."""
-    return _as_json(dataclasses.asdict(config))
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def replace_fields(base: T, fields: Mapping[str, Any], prefix: str = "") -> T:
@@ -41,12 +42,6 @@ def describe_differences(ours: Any, theirs: Any, ignore: Collection[str] = ()) -
     """The same as lines, without the fields to ignore."""
     found = differences(ours, theirs).items()
     return [f"{name} is {new!r}, was {old!r}" for name, (new, old) in found if name not in ignore]
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_json(v) for key, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _flatten(fields: Mapping[str, Any]) -> dict[str, Any]:

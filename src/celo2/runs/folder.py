@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +24,17 @@ class RunTaken(RunRefused):
     """A run that another process is writing."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The files of one run."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """What the run was started with: config, data checksums, version."""
-        return self.path / "config.json"
-
-    @property
-    def records(self) -> Path:
-        """Every row, as JSON lines."""
-        return self.path / "records.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The newest checkpoints, one folder for each, named by iteration."""
-        return self.path / "checkpoints"
-
-    @property
-    def damaged(self) -> Path:
-        """Checkpoints that could not be read, put aside."""
-        return self.path / "damaged"
-
-    @property
-    def lock_file(self) -> Path:
-        """Held by the process that writes."""
-        return self.path / "lock"
-
-    @property
-    def owner_file(self) -> Path:
-        """Which process that is, or was."""
-        return self.path / "owner.json"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.json"  # what it was started with: config, checksums, version
+        self.records = path / "records.jsonl"  # every row
+        self.checkpoints = path / "checkpoints"  # the newest, one folder each, named by iteration
+        self.damaged = path / "damaged"  # checkpoints that could not be read, put aside
+        self.lock_file = path / "lock"  # held by the process that writes
+        self.owner_file = path / "owner.json"  # which process that is, or was
 
     def has_run(self) -> bool:
         """Whether a run was started here."""

@@ -65,9 +65,12 @@ def is_primary() -> bool:
 
 def some_process(*flags: bool) -> list[bool]:
     """For each flag, whether it is up in any process: all then do the same."""
-    if jax.process_count() == 1:
-        return list(flags)
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
+
+
+def same_everywhere(number: int) -> int:
+    """The number that process 0 has."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def in_primary(action: Callable[[], T]) -> T | None:

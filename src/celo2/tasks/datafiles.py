@@ -1,20 +1,20 @@
-"""Data files: the folder they are in, how they are opened, written, identified and downloaded."""
+"""Data files: the folder they are in, how they are opened, identified and downloaded."""
 
 import gzip
 import hashlib
-import importlib
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from celo2.rulefile import ask_hub, import_extra, offline_is_wished
+
 ENVIRONMENT = "CELO2_DATA"
-TIMEOUT = 5.0  # seconds for the hub's first answer
 
 OPEN = {".xz": lzma.open, ".gz": gzip.open}
 # How files begin that are not text, and what to do about them.
@@ -85,28 +85,6 @@ def _check_plain(path: Path) -> None:
             raise ValueError(f"{str(path)!r} begins like a {kind} file, not like text: {way_out}.")
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Makes the file with what `write` writes: it appears complete or not at all."""
-    # A rename within a folder is atomic: a reader sees the old file or the new one.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def import_extra(name: str, extra: str = "data") -> Any:
-    """The library `name`, which celo2's `extra` installs."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f'This needs {name} ({error}): pip install "celo2[{extra}]".') from error
-
-
 class FetchError(OSError):
     """A download that failed."""
 
@@ -119,16 +97,16 @@ def hub_access(what: str, instead: str) -> Iterator[None]:
         what: begins the sentence of the error.
         instead: what the user may do without network; it ends the error.
     """
-    hub, settings = map(import_extra, ("huggingface_hub", "huggingface_hub.constants"))
+    settings = import_extra("huggingface_hub.constants", "data")
+    offline = offline_is_wished()
     try:
-        # The hub's client alone takes half a minute to give up.
-        if not settings.HF_HUB_OFFLINE:
-            hub.get_session().head(settings.ENDPOINT, timeout=TIMEOUT)
+        if not offline:
+            ask_hub()
         yield
     except Exception as error:  # the hub's client raises errors of many libraries
         hint = (
             "HF_HUB_OFFLINE is set, and the Hugging Face cache may not hold it: unset it"
-            if settings.HF_HUB_OFFLINE
+            if offline
             else "Is this machine online? Without network, set HF_HUB_OFFLINE=1 to use what the "
             "Hugging Face cache holds already"
         )

@@ -2,6 +2,7 @@
 
 import hashlib
 import html
+import io
 import json
 import lzma
 import math
@@ -11,18 +12,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from celo2.rulefile import import_extra, write_whole
 from celo2.tasks.datafiles import (
     FetchError,
     array_checksum,
     data_folder,
     hub_access,
-    import_extra,
     open_text,
-    write_atomically,
 )
 from celo2.tasks.images import (
     ARRAYS,
@@ -121,15 +121,12 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _write_file(
-    folder: Path, file: str, write: Callable[[IO[bytes]], Any], entry: dict[str, Any]
-) -> None:
+def _write_file(folder: Path, file: str, content: bytes, entry: dict[str, Any]) -> None:
     """Writes a file of the folder, then its entry in the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / file, write)
+    write_whole(folder / file, content)
     entries = _read_manifest(folder) | {file: entry}
-    content = json.dumps(entries, indent=2, sort_keys=True).encode()
-    write_atomically(folder / MANIFEST, lambda opened: opened.write(content))
+    write_whole(folder / MANIFEST, json.dumps(entries, indent=2, sort_keys=True).encode())
 
 
 def _good_files(folder: Path, readers: dict[str, Callable[[Path], str]]) -> dict[str, str]:
@@ -164,7 +161,7 @@ def _fetch_images(
     images = _read_split(name, "train") | _read_split(name, "test")
     for size in missing:
         file = image_file(name, size)
-        arrays = {key: _resize(images[key], size) for key in ARRAYS}
+        arrays: dict[str, Any] = {key: _resize(images[key], size) for key in ARRAYS}
         check_arrays(arrays, image_shape(name, size))
         digests[file] = array_checksum(arrays.values())
         entry = {
@@ -172,7 +169,9 @@ def _fetch_images(
             "sha256": digests[file],
             "shapes": {key: list(arrays[key].shape) for key in ARRAYS},
         }
-        _write_file(folder, file, partial(np.savez_compressed, **arrays), entry)
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        _write_file(folder, file, packed.getvalue(), entry)
     return digests
 
 
@@ -181,7 +180,7 @@ def _image_digest(path: Path, shape: tuple[int, ...]) -> str:
 
 
 def _read_split(name: str, split: str) -> dict[str, np.ndarray]:
-    source, datasets = SOURCES[name], import_extra("datasets")
+    source, datasets = SOURCES[name], import_extra("datasets", "data")
     with hub_access(f"{name} ({source.repository}, {split})", OFFLINE_IMAGES):
         dataset = datasets.load_dataset(source.repository, source.config, split=split)
         columns = dataset.with_format("numpy")[:]
@@ -249,8 +248,7 @@ def _fetch_wikipedia(folder: Path, force: bool, report: Report) -> dict[str, str
             "sha256": digests[file],
             "bytes": len(text),
         }
-        packed = lzma.compress(text)
-        _write_file(folder, file, lambda opened, packed=packed: opened.write(packed), entry)
+        _write_file(folder, file, lzma.compress(text), entry)
     return digests
 
 
@@ -261,7 +259,7 @@ def _text_digest(path: Path) -> str:
 
 def _draw_articles() -> Iterator[bytes]:
     """Articles drawn from the dump until they have WIKIPEDIA_BYTES, in the dump's order."""
-    datasets, draw, size = import_extra("datasets"), random.Random(0), 0
+    datasets, draw, size = import_extra("datasets", "data"), random.Random(0), 0
     what = f"{ARTICLES} ({WIKIPEDIA_REPOSITORY}, {WIKIPEDIA_DUMP})"
     with hub_access(what, OFFLINE_TEXT):
         rows = datasets.load_dataset(

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from celo2.tasks.datafiles import ENVIRONMENT, data_folder, import_extra
+from celo2.rulefile import import_extra
+from celo2.tasks.datafiles import ENVIRONMENT, data_folder
 from celo2.tasks.images import DRAWS, PAPER_AREA, Crop, crop_from, to_signed
 from celo2.tasks.networks import ViTConfig, classification_loss, init_vit, vit_logits
 from celo2.tasks.task import Part, Split, Stream, Task, read_batches
@@ -115,11 +116,11 @@ def _list_images(folder: Path, classes: Sequence[str], digest: Any) -> Any:
         path = folder / file[0]
         return Record(str(path), path.read_bytes(), file[1])
 
-    return import_extra("grain").MapDataset.source(files).map(read)
+    return import_extra("grain", "data").MapDataset.source(files).map(read)
 
 
 def _load_saved(root: Path) -> ImageFiles:
-    saved = import_extra("datasets").load_from_disk(str(root))
+    saved = import_extra("datasets", "data").load_from_disk(str(root))
     train, valid = (_read_saved(root, saved, name) for name in ("train", "validation"))
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.arrow")):
@@ -132,14 +133,14 @@ def _read_saved(root: Path, saved: Any, split: str) -> Any:
     columns = saved[split].features if split in saved else ()
     if missing := [column for column in ("image", "label") if column not in columns]:
         raise ValueError(f"The dataset in {root} has no {', '.join(missing)} in {split}.")
-    rows = saved[split].cast_column("image", import_extra("datasets").Image(decode=False))
+    rows = saved[split].cast_column("image", import_extra("datasets", "data").Image(decode=False))
 
     def read(index: int) -> Record:
         row = rows[index]
         content = row["image"]["bytes"] or Path(row["image"]["path"]).read_bytes()
         return Record(f"{root}/{split}, row {index}", content, row["label"])
 
-    return import_extra("grain").MapDataset.range(len(rows)).map(read)
+    return import_extra("grain", "data").MapDataset.range(len(rows)).map(read)
 
 
 def image_stream(files: ImageFiles, batch: int, side: int) -> Stream:
@@ -176,7 +177,7 @@ def image_stream(files: ImageFiles, batch: int, side: int) -> Stream:
 
 def decode_image(record: Record, crop: Crop, side: int) -> np.ndarray:
     """The crop of an image, which is first made square by black margins; uint8 [side, side, 3]."""
-    pillow = import_extra("PIL.Image")
+    pillow = import_extra("PIL.Image", "data")
     try:
         with pillow.open(BytesIO(record.content)) as opened:
             image = opened.convert("RGB")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from celo2.tasks.datafiles import import_extra
+from celo2.rulefile import import_extra
 from celo2.tasks.networks import dense
 from celo2.tasks.task import Trainer
 

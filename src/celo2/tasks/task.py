@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from celo2.tasks.datafiles import import_extra
+from celo2.rulefile import import_extra
 
 Split = Literal["train", "valid"]
 """Which part of a dataset a batch is drawn from."""
@@ -50,13 +50,17 @@ class TrainState(NamedTuple):
 
 
 def supervised(
-    task: Task, tx: optax.GradientTransformation, evaluation_batches: int = 16
+    task: Task, tx: optax.GradientTransformation, evaluation_batches: int = 16, accumulate: int = 1
 ) -> Trainer:
     """The trainer that descends `task.loss` with `tx`, a fresh training batch at each step.
 
     A step's metrics are those of its batch before the update, its `loss` among them, which `tx` is
     given as `value` if it takes further arguments. `evaluate`
     averages over `evaluation_batches` validation batches: the same key draws the same ones.
+
+    With `accumulate` a batch is cut into as many parts, computed one after the other, whose
+    gradients are averaged: only one part's activations are alive at a time. The loss must be a
+    mean over the batch, whose arrays all have the examples first.
 
     >>> from celo2.tasks import TASKS
     >>> trainer = supervised(TASKS["digits-mlp"].make(), optax.adam(1e-3))
@@ -76,19 +80,37 @@ def supervised(
         return TrainState(params, tx.init(params))
 
     def step(data, state, key):
-        batch = task.sample(data, key, "train")
-        grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch)
+        gradient = partial(jax.grad(loss, has_aux=True), state.params)
+        grads, metrics = mean_over_parts(gradient, task.sample(data, key, "train"), accumulate)
         updates, optimizer = tx.update(grads, state.optimizer, state.params, value=metrics["loss"])
         return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 
     def evaluate(data, state, key):
         def metrics_of(key):
-            return loss(state.params, task.sample(data, key, "valid"))[1]
+            batch = task.sample(data, key, "valid")
+            return mean_over_parts(lambda part: loss(state.params, part)[1], batch, accumulate)
 
         rows = jax.lax.map(metrics_of, jax.random.split(key, evaluation_batches))
         return jax.tree.map(jnp.mean, rows)
 
     return Trainer(init, partial(jax.jit(step), task.data), partial(jax.jit(evaluate), task.data))
+
+
+def mean_over_parts(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
+    """The mean of `function` over the parts of a batch, added up in their order."""
+    if parts == 1:
+        return function(batch)
+    # Every parts-th example, not runs of them: examples stay on the devices they are on.
+    cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
+    pieces = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def add(total, piece):
+        return jax.tree.map(jnp.add, total, function(piece)), None
+
+    total, _ = jax.lax.scan(add, start, pieces)
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def over_seeds(trainer: Trainer) -> Trainer:
@@ -173,7 +195,7 @@ def read_batches(
             f"A batch of {batch} rows does not divide into {part.count} equal parts: take a "
             "multiple of the number of processes."
         )
-    grain = import_extra("grain")
+    grain = import_extra("grain", "data")
     rows = batch // part.count
     mine = examples[first * batch + part.index :: part.count]
     if whole:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple, TextIO, get_args
 import jax
 import numpy as np
 
+from celo2.rulefile import import_extra
 from celo2.tasks.datafiles import (
     data_folder,
     hub_access,
-    import_extra,
     is_compressed,
     open_text,
 )
@@ -36,12 +37,9 @@ THREADS, AHEAD = 2, 8  # threads that read, and the batches they may be ahead
 VOCAB_STEP = 128  # a model's vocabulary is rounded up to a multiple of it
 
 HUB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-SUBSET = "sample-10BT"
 PIECE = 16_384  # characters of a text file that make a document
 # What the usual vocabularies call the token at the end of a document.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-SHARD = 100_000_000  # tokens of a file
-VALID_EVERY = 100
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4_000_000, 1000  # encoded at a time
 OFFLINE = "or use text files and --tokenizer bytes (or a tokenizer.json), which need no network"
 
@@ -58,11 +56,14 @@ class TokenFile(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Several arrays of tokens as one sequence of `count`."""
+    """Several arrays of tokens as one sequence."""
 
-    arrays: tuple[np.ndarray, ...]
-    count: int
+    arrays: Sequence[np.ndarray]
     vocab: int
+
+    @property
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]: not a tuple's
+        return sum(map(len, self.arrays))
 
 
 class TokenFolder(NamedTuple):
@@ -124,7 +125,7 @@ def read_token_folder(path: str | os.PathLike) -> TokenFolder:
         end_of_text=manifest["end_of_text"],
         files=files,
         **{
-            split: join_tokens([_map_file(path, file, vocab) for file in files[split]], vocab)
+            split: Tokens([_map_file(path, file, vocab) for file in files[split]], vocab)
             for split in SPLITS
         },
     )
@@ -193,11 +194,6 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def join_tokens(arrays: Sequence[np.ndarray], vocab: int) -> Tokens:
-    """The arrays as one sequence."""
-    return Tokens(tuple(arrays), sum(map(len, arrays)), vocab)
-
-
 def read_tokens(tokens: Tokens, start: int, count: int) -> np.ndarray:
     """int32 [count]: the tokens from `start` on, from as many arrays as they are in."""
     parts, stop = [], start + count
@@ -227,7 +223,7 @@ def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
     whatever the seed, and again from the first after the last. Any batch is reached without reading
     those before it.
     """
-    grain = import_extra("grain")
+    grain = import_extra("grain", "data")
     for split in SPLITS:
         if (count := getattr(folder, split).count) < length + 1:
             raise ValueError(
@@ -269,6 +265,40 @@ def streamed_language_model(folder: TokenFolder, config: LMConfig, batch: int) -
     )
 
 
+# Making a folder: how, the documents, the tokenizers, the files.
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """How a token folder is made.
+
+    Args:
+        tokenizer: bytes, the path of a tokenizer.json, or a name on the hub.
+        tokens: stop with the document that brings both splits to so many, such as 600e6; by
+            default at the end of the text.
+        subset: the subset of FineWeb.
+        field: the field of a JSON line that holds its text.
+        end_of_text: the token that ends a document, if it has none of the usual names.
+        valid_every: one document in so many is for validation. A text file counts as one document
+            for every 16,384 characters.
+        shard: the most tokens in one file.
+    """
+
+    tokenizer: str = "gpt2"
+    tokens: float | None = None
+    subset: str = "sample-10BT"
+    field: str = "text"
+    end_of_text: str | None = None
+    valid_every: int = 100
+    shard: float = 100e6
+
+    def __post_init__(self):
+        for name, least in (("tokens", 1), ("valid_every", 2), ("shard", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+
+
 # Documents: text files, JSON lines, FineWeb.
 
 
@@ -279,25 +309,21 @@ class Document(NamedTuple):
     ends: bool = True
 
 
-def read_documents(
-    sources: Sequence[str], subset: str = SUBSET, field: str = "text"
-) -> Iterator[Document]:
+def read_documents(sources: Sequence[str], how: TokenOptions) -> Iterator[Document]:
     """The documents of all sources in order.
 
-    Args:
-        sources: text files, files of JSON lines (.jsonl), either as .xz or .gz too, or a name of
-            `HUB`. A text file comes in pieces of about 16,384 characters, cut after a line.
-        subset: of a dataset on the hub.
-        field: of a JSON line, the one that holds its text.
+    The sources are text files, files of JSON lines (.jsonl), either as .xz or .gz too, or names of
+    `HUB`. A text file comes in pieces of about 16,384 characters, cut after a line.
     """
     for source in sources:
-        yield from (
-            _read_hub(HUB[source], subset) if source in HUB else _read_file(Path(source), field)
-        )
+        if source in HUB:
+            yield from _read_hub(HUB[source], how.subset)
+        else:
+            yield from _read_file(Path(source), how.field)
 
 
 def _read_hub(repository: str, subset: str) -> Iterator[Document]:
-    datasets = import_extra("datasets")
+    datasets = import_extra("datasets", "data")
     with hub_access(f"{repository} ({subset})", OFFLINE):
         for row in datasets.load_dataset(repository, subset, split="train", streaming=True):
             if row["text"].strip():
@@ -393,7 +419,7 @@ def load_tokenizer(name: str = "gpt2", end_of_text: str | None = None) -> Tokeni
 
 
 def _load_tokenizer_file(path: Path) -> Any:
-    library = import_extra("tokenizers")
+    library = import_extra("tokenizers", "data")
     if not path.is_file():
         raise FileNotFoundError(f"There is no tokenizer file {str(path)!r}.")
     try:
@@ -403,27 +429,18 @@ def _load_tokenizer_file(path: Path) -> Any:
 
 
 def _load_hub_tokenizer(name: str) -> Any:
-    library = import_extra("tokenizers")
+    library = import_extra("tokenizers", "data")
     with hub_access(f"The tokenizer {name!r}", OFFLINE):
         return library.Tokenizer.from_pretrained(name)
-
-
-# Making a folder.
 
 
 def make_tokens(
     out: str | os.PathLike,
     sources: Sequence[str | os.PathLike],
     *,
-    tokenizer: str = "gpt2",
-    end_of_text: str | None = None,
-    subset: str = SUBSET,
-    field: str = "text",
-    limit: int | None = None,
-    valid_every: int = VALID_EVERY,
-    shard: int = SHARD,
     force: bool = False,
     report: Callable[[int, int], None] = lambda documents, tokens: None,
+    **options: Any,
 ) -> TokenFolder:
     """Makes the token folder `out` and returns it: complete, or not at all.
 
@@ -431,43 +448,28 @@ def make_tokens(
 
     Args:
         out: the folder, which must not exist yet.
-        sources: what to read: see `read_documents`, as for `subset` and `field`.
-        tokenizer: bytes, a file or a name on the hub: see `load_tokenizer`.
-        end_of_text: the token that ends a document, where it has none of the usual names.
-        limit: stop with the document that brings the tokens of both splits to this number.
-        valid_every: one document in so many is for validation.
-        shard: tokens of a file, at most.
+        sources: what to read: see `read_documents`.
         force: replace a token folder that exists already.
         report: called with the documents and tokens so far, every few megabytes of text.
+        options: fields of TokenOptions.
     """
-    for name, value, least in (
-        ("limit", limit, 1),
-        ("valid_every", valid_every, 2),
-        ("shard", shard, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
+    how = TokenOptions(**options)
     out, names = Path(out).expanduser().resolve(), [os.fspath(source) for source in sources]
     _check_free(out, force)
     _check_sources(names)
-    chosen = load_tokenizer(tokenizer, end_of_text)
+    chosen = load_tokenizer(how.tokenizer, how.end_of_text)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     try:
         temporary.mkdir()
-        splits = _write_documents(
-            temporary,
-            read_documents(names, subset, field),
-            chosen,
-            limit,
-            valid_every,
-            shard,
-            report,
-        )
+        documents = read_documents(names, how)
+        splits = _write_documents(temporary, documents, chosen, how, report)
         manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "source": ", ".join(f"{HUB[s]} {subset}" if s in HUB else Path(s).name for s in names),
+            "source": ", ".join(
+                f"{HUB[s]} {how.subset}" if s in HUB else Path(s).name for s in names
+            ),
             "tokenizer": chosen.name,
             "vocab": chosen.vocab,
             "end_of_text": chosen.end_of_text,
@@ -482,12 +484,6 @@ def make_tokens(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return read_token_folder(out)
-
-
-def _check_counts(**counts: tuple[int | None, int]) -> None:
-    for name, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
 
 
 def _check_free(out: Path, force: bool) -> None:
@@ -509,13 +505,12 @@ def _write_documents(
     folder: Path,
     documents: Iterable[Document],
     tokenizer: Tokenizer,
-    limit: int | None,
-    valid_every: int,
-    shard: int,
+    how: TokenOptions,
     report: Callable[[int, int], None],
 ) -> dict[str, dict[str, Any]]:
-    """Writes tokens until there are no more, or `limit`; what the manifest says of the splits."""
-    dtype, most = token_dtype(tokenizer.vocab), math.inf if limit is None else limit
+    """Writes tokens until there are enough, or no more; what the manifest says of the splits."""
+    dtype, shard = token_dtype(tokenizer.vocab), int(how.shard)
+    most = math.inf if how.tokens is None else int(how.tokens)
     counts, tokens = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for batch in _document_batches(documents):
         rows: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -523,7 +518,7 @@ def _write_documents(
         for document, row in zip(batch, encoded, strict=True):
             if sum(tokens.values()) >= most:
                 break
-            split = "train" if sum(counts.values()) % valid_every else "valid"
+            split = "train" if sum(counts.values()) % how.valid_every else "valid"
             end = np.asarray([tokenizer.end_of_text] if document.ends else [], dtype)
             rows[split].append(np.append(np.asarray(row, dtype), end))
             counts[split] += 1
