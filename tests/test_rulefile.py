@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import celo2
 from celo2 import rulefile
 from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig, initial_weights
+from hub import be_online
 from rule_files import (
     FILE,
     ORIGIN,
@@ -415,7 +416,7 @@ def local_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", stand_in)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", stand_in.download)
     monkeypatch.setattr(rulefile, "ask_hub", lambda: None)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    be_online(monkeypatch)
     return stand_in
 
 
@@ -501,7 +502,7 @@ def test_missing_network_is_noticed_quickly(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    be_online(monkeypatch)
     start = time.monotonic()
     with pytest.raises(FileNotFoundError, match="hf://ada/rules.*out of reach"):
         celo2.load("hf://ada/rules")

@@ -14,7 +14,7 @@ from celo2.runs.checkpoint import digest_arrays
 from celo2.tasks import datafiles, download, images, load_text
 from celo2.tasks.download import shrink_images
 from conftest import SAMPLES, data_folder
-from hub import use_hub
+from hub import be_online, use_hub
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -189,7 +189,7 @@ def test_silent_endpoint_is_given_up_quickly(monkeypatch):
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(rulefile, "HUB_TIMEOUT", 0.3)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    be_online(monkeypatch)
     with socket.socket() as server:  # accepts connections and never answers
         server.bind(("127.0.0.1", 0))
         server.listen()
