@@ -19,6 +19,7 @@ from celo2.rule import (
     feature_rows,
     feature_width,
     initial_weights,
+    make_odd,
     weight_shapes,
 )
 
@@ -148,6 +149,45 @@ def test_start_needs_two_units_in_every_layer():
     config = dataclasses.replace(CELO2, hidden=(8, 1))
     with pytest.raises(ValueError, match=r"hidden=\(8, 1\) must be 2 or wider"):
         initial_weights(config, np.random.default_rng(0), "momentum")
+
+
+def directions(config, drawn, x):
+    for layer in range(len(config.hidden)):
+        x = np.maximum(x @ drawn[f"w{layer}"] + drawn[f"b{layer}"], 0)
+    return x @ drawn[f"w{len(config.hidden)}"] + drawn[f"b{len(config.hidden)}"]
+
+
+@pytest.mark.parametrize("hidden", [(8, 8), (2,), (4, 2, 6)])
+def test_odd_rules_mirror_their_direction_and_keep_their_magnitude(hidden):
+    config = dataclasses.replace(CELO2, hidden=hidden)
+    rng = np.random.default_rng(0)
+    drawn = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in weight_shapes(config).items()
+    }
+    odd = make_odd(config, drawn)
+    signs = np.concatenate([[-1.0 if f.odd else 1.0] * feature_width(config, f) for f in FEATURES])
+    x = rng.standard_normal((50, feature_count(config)))
+    out, mirrored = directions(config, odd, x), directions(config, odd, signs * x)
+    np.testing.assert_allclose(mirrored, [-1.0, 1.0, 1.0] * out, rtol=1e-4, atol=1e-4)
+    assert np.abs(out).min() < 1 < np.abs(out).max()
+    for name, w in make_odd(config, odd).items():
+        np.testing.assert_array_equal(w, odd[name])
+
+
+@pytest.mark.parametrize("start", get_args(Start)[1:])
+def test_starts_of_known_directions_are_odd_already(start):
+    drawn = initial_weights(CELO2, np.random.default_rng(0), start)
+    x = np.random.default_rng(1).standard_normal((50, feature_count(CELO2)))
+    np.testing.assert_allclose(
+        directions(CELO2, make_odd(CELO2, drawn), x), directions(CELO2, drawn, x), atol=1e-6
+    )
+
+
+def test_odd_rules_need_units_in_pairs():
+    config = dataclasses.replace(CELO2, hidden=(8, 3))
+    with pytest.raises(ValueError, match=r"hidden=\(8, 3\) must be even for an odd rule"):
+        make_odd(config, initial_weights(config, np.random.default_rng(0)))
 
 
 def test_start_may_be_a_mix_of_one_s_own():

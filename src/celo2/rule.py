@@ -30,24 +30,25 @@ class Feature(NamedTuple):
     name: str
     per_decay: bool
     matrices_only: bool
+    odd: bool  # changes its sign with the gradients and the parameters
 
 
 # The order of the first layer's rows, as in the published checkpoints.
 FEATURES = (
-    Feature("gradient", False, False),
-    Feature("clipped_gradient", False, False),
-    Feature("parameter", False, False),
-    Feature("momentum", True, False),
-    Feature("rms", False, False),
-    Feature("momentum_over_rms", True, False),
-    Feature("inverse_rms", False, False),
-    Feature("factored_gradient", True, False),
-    Feature("gradient_over_rms", False, False),
-    Feature("row", True, True),
-    Feature("column", True, True),
-    Feature("inverse_row", True, True),
-    Feature("inverse_column", True, True),
-    Feature("factored_momentum", True, True),
+    Feature("gradient", False, False, True),
+    Feature("clipped_gradient", False, False, True),
+    Feature("parameter", False, False, True),
+    Feature("momentum", True, False, True),
+    Feature("rms", False, False, False),
+    Feature("momentum_over_rms", True, False, True),
+    Feature("inverse_rms", False, False, False),
+    Feature("factored_gradient", True, False, True),
+    Feature("gradient_over_rms", False, False, True),
+    Feature("row", True, True, False),
+    Feature("column", True, True, False),
+    Feature("inverse_row", True, True, False),
+    Feature("inverse_column", True, True, False),
+    Feature("factored_momentum", True, True, True),
 )
 
 OUTPUTS = 3  # direction, magnitude, and one channel the paper's rule leaves unused
@@ -293,6 +294,37 @@ def _carry(config: RuleConfig, weights: dict[str, np.ndarray], column: np.ndarra
         weights[f"w{layer}"][[0, 1], [0, 1]] = 1.0
     weights[f"w{last}"][:] = 0.0
     weights[f"w{last}"][:2, 0] = 1.0, -1.0
+
+
+def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The nearest weights whose MLP mirrors its direction where gradients and parameters are.
+
+    Reflecting coordinates of a problem then reflects its solution, as with Adam or Muon, and where
+    nothing but zero gradients were seen no bias moves a parameter. Units go in pairs that exchange
+    their values in the mirror. Arrays may be numpy's or JAX's.
+    """
+    if any(width % 2 for width in config.hidden):
+        raise ValueError(f"hidden={config.hidden} must be even for an odd rule: units go in pairs.")
+    signs = np.concatenate(
+        [np.full(feature_width(config, f), -1.0 if f.odd else 1.0) for f in FEATURES]
+    ).astype(np.float32)
+    last = len(config.hidden)
+    outputs = np.array([-1.0, 1.0, 1.0], np.float32)  # the direction is odd
+    odd = {}
+    for layer in range(last + 1):
+        weight, bias = weights[f"w{layer}"], weights[f"b{layer}"]
+        mirrored = weight[_partners(len(weight))] if layer else signs[:, None] * weight
+        if layer < last:
+            partners = _partners(len(bias))
+            mirrored, mirrored_bias = mirrored[:, partners], bias[partners]
+        else:
+            mirrored, mirrored_bias = mirrored * outputs[None], bias * outputs
+        odd[f"w{layer}"], odd[f"b{layer}"] = (weight + mirrored) / 2, (bias + mirrored_bias) / 2
+    return odd
+
+
+def _partners(width: int) -> np.ndarray:
+    return np.arange(width) ^ 1  # 1, 0, 3, 2, …
 
 
 def truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,6 +8,7 @@ import pytest
 from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
 from celo2.metatrain import outer
+from celo2.rule import make_odd
 
 SMOOTH = dataclasses.replace(RULE, orthogonalize=False)
 
@@ -77,3 +78,10 @@ def test_average_trails_the_weights_only_if_asked(changes):
 def test_agreement_is_the_cosine_between_halves_of_the_problems():
     _, metrics = first_step(steps=3)
     assert (np.abs(metrics.agreement) <= 1).all() and metrics.agreement.any()
+
+
+def test_odd_rules_stay_odd():
+    state, _ = first_step(steps=3, odd=True)
+    for name, w in make_odd(SMOOTH, state.weights).items():
+        np.testing.assert_allclose(w, state.weights[name], atol=1e-7)
+        assert not np.array_equal(w, make_odd(SMOOTH, WEIGHTS)[name])  # and learn

@@ -248,7 +248,7 @@ def try_rule(
 
     Args:
         rule: a .safetensors file, a shipped name or an hf:// address.
-        size: full are five small tasks on real data; quick ones need none, and say less. By
+        size: full are six small tasks on real data; quick ones need none, and say less. By
             default full where the data folder has the images.
         against: what to compare with, separated by commas: adamw, muon or other rules.
         adam_multiplier: the rate of Adam beside every rule, as a multiple of the rule's; 5 by

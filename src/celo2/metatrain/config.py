@@ -60,6 +60,7 @@ class MetaConfig:
         start: what its first weights give: noise, or a known direction (Muon's is nesterov, Adam's
             momentum_over_rms).
         start_mix: in place of `start`, a mix of features: the name of each and its coefficients.
+        odd: keep the rule's direction an odd function of gradients and parameters.
         iterations: outer iterations.
         seed: of everything random.
         families: the kinds of inner problems; none are the paper's image MLPs.
@@ -102,6 +103,7 @@ class MetaConfig:
     rule: RuleConfig = field(default_factory=lambda: CELO2)
     start: Start = "random"
     start_mix: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    odd: bool = False
     iterations: int = 100_000
     seed: int = 0
     families: tuple[FamilyConfig, ...] = ()

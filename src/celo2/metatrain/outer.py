@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from celo2.metatrain.config import MetaConfig
 from celo2.metatrain.estimators import EstimatorState, estimate, init_state
 from celo2.metatrain.families import Family
-from celo2.rule import initial_weights
+from celo2.rule import initial_weights, make_odd
 from celo2.runs.processes import DATA
 from celo2.runs.processes import make_mesh as mesh_over
 
@@ -120,6 +120,8 @@ def build(config: MetaConfig, families: Sequence[Family], mesh: Mesh) -> Program
 
     def init(weights: Mapping[str, Any] | None = None) -> MetaState:
         weights = first if weights is None else weights
+        if config.odd:
+            weights = make_odd(config.rule, weights)
         return compiled_start({name: np.asarray(w, np.float32) for name, w in weights.items()})
 
     def iterate(state: MetaState) -> tuple[MetaState, MetaMetrics]:
@@ -215,6 +217,8 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
         means = jnp.where(jnp.isfinite(means), means, state.squares)
         squares = decay * state.squares + (1 - decay) * means
         halves = [_mix(config, families, found, squares, half) for half in (0, 1)]
+        if config.odd:
+            halves = [make_odd(config.rule, half) for half in halves]
         gradient = jax.tree.map(lambda a, b: a + b, *halves)
         bad = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g)), gradient)
         gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0.0), gradient)

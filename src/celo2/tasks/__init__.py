@@ -190,6 +190,7 @@ TASKS: dict[str, TaskSpec] = {
         for ending, area in (("", None), ("-augmented", SMALL_AREA))
     },
     "mlp-svhn": _mlp_spec((128, 128), "svhn", steps=600),
+    "mlp-32-svhn": _full_spec(image_mlp, (128, 128), "svhn", steps=1000),
     "conv-svhn": _image_spec(image_convnet, CONVNETS["tiny"], "svhn", steps=400),
     "vit-svhn": _full_spec(image_vit, VISION_TRANSFORMERS["0.1m"], "svhn", steps=600),
     "text-tiny": _text_spec("tiny", steps=1000, batch=16),
