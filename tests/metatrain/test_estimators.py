@@ -10,6 +10,7 @@ import pytest
 from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
 from celo2.metatrain import estimators, inner, outer
+from celo2.rule import make_odd
 from rules import jit
 
 PAIRS = 4096
@@ -142,6 +143,27 @@ def test_perturbation_has_the_configured_deviation():
     noise = flat(draw(jax.random.split(KEY, 200)))
     assert noise.std() == pytest.approx(0.3, rel=0.03)
     assert noise.mean() == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("learn", ["all", "mix"])
+def test_perturbations_of_odd_rules_are_odd_and_as_large(learn):
+    config = tiny_config(sigma=0.3, odd=True, learn=learn)
+    draw = jit(jax.vmap(lambda key: estimators.perturb(config, WEIGHTS, key)))
+    noise = draw(jax.random.split(KEY, 200))
+    one = {name: np.asarray(n[0]) for name, n in noise.items()}
+    for name, n in make_odd(config.rule, one).items():
+        np.testing.assert_allclose(n, one[name], atol=1e-6)
+    assert noise["w0"][..., :2].std() == pytest.approx(0.3, rel=0.03)
+
+
+def test_mix_is_the_first_layer_of_the_two_units_that_carry_it():
+    change = estimators.learned_part(
+        tiny_config(learn="mix"), jax.tree.map(lambda w: jnp.ones(w.shape), WEIGHTS)
+    )
+    learned = {name: np.argwhere(c).tolist() for name, c in change.items()}
+    assert learned.pop("b0") == [[0], [1]]
+    assert {unit for _, unit in learned.pop("w0")} == {0, 1}
+    assert not any(learned.values())
 
 
 def noise_of(config, number: int) -> np.ndarray:

@@ -17,6 +17,7 @@ Decay = Literal["constant", "cosine"]
 InnerDecay = Literal["constant", "cosine", "late"]
 InnerAdam = Literal["published", "adam", "nesterov"]
 Balance = Literal["none", "deviation"]
+Learn = Literal["all", "mix"]
 
 # What a family leaves open is the run's.
 INHERITED = ("problems", "batch", "truncation", "unroll", "inner_rates", "augmentation")
@@ -61,6 +62,8 @@ class MetaConfig:
             momentum_over_rms).
         start_mix: in place of `start`, a mix of features: the name of each and its coefficients.
         odd: keep the rule's direction an odd function of gradients and parameters.
+        learn: which weights: all of them, or what the two units that carry the start's mix have in
+            the first layer, a coefficient for each feature and a threshold.
         iterations: outer iterations.
         seed: of everything random.
         families: the kinds of inner problems; none are the paper's image MLPs.
@@ -104,6 +107,7 @@ class MetaConfig:
     start: Start = "random"
     start_mix: tuple[tuple[str, tuple[float, ...]], ...] = ()
     odd: bool = False
+    learn: Learn = "all"
     iterations: int = 100_000
     seed: int = 0
     families: tuple[FamilyConfig, ...] = ()
@@ -142,6 +146,7 @@ class MetaConfig:
             ("inner_decay", InnerDecay),
             ("inner_adam", InnerAdam),
             ("balance", Balance),
+            ("learn", Learn),
             ("decay", Decay),
         ):
             if getattr(self, name) not in get_args(kind):

@@ -1,5 +1,6 @@
 """Meta-gradients: PES, NRES, truncated ES and full ES from antithetic pairs; backpropagation."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from celo2.metatrain.inner import (
     start,
     unroll,
 )
+from celo2.rule import make_odd
 
 NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
 
@@ -174,13 +176,23 @@ def with_equal_twins(problem: Problem) -> Problem:
 
 
 def perturb(config: MetaConfig, weights, key: Array):
-    """Independent normal noise for every weight."""
+    """Normal noise for every weight that is learned, independent but for the pairs of odd rules."""
     leaves, treedef = jax.tree.flatten(weights)
     keys = jax.random.split(key, len(leaves))
     noise = [
         config.sigma * jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)
     ]
-    return treedef.unflatten(noise)
+    noise = learned_part(config, treedef.unflatten(noise))
+    # The mean of two independent numbers; σ is to be the deviation all the same.
+    return jax.tree.map(lambda n: n * math.sqrt(2), noise) if config.odd else noise
+
+
+def learned_part(config: MetaConfig, change: dict[str, Array]) -> dict[str, Array]:
+    """What a change of the weights has in common with the changes that this run may make."""
+    if config.learn == "mix":
+        carried = {name: change[name].at[..., 2:].set(0.0) for name in ("w0", "b0")}
+        change = jax.tree.map(jnp.zeros_like, change) | carried
+    return make_odd(config.rule, change) if config.odd else change
 
 
 def _unroll_whole(family: Family, data, twins, problem: Problem, key: Array):

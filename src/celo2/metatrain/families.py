@@ -264,7 +264,7 @@ def _transformer(model: LMConfig, config: MetaConfig, data) -> tuple[Family, dic
 FAMILIES: dict[str, Known] = {
     "image-mlp": Known(_image_mlp, {"inner_rates": (4e-3, 2.5e-2)}, "8x8"),
     "deep-mlp": Known(_deep_mlp, {"inner_rates": (2.5e-3, 1.6e-2)}, "8x8"),
-    "pixel-mlp": Known(_pixel_mlp, {"inner_rates": (7e-4, 5e-3)}, "full"),
+    "pixel-mlp": Known(_pixel_mlp, {"inner_rates": (3e-4, 2e-3)}, "full"),
     "vit": Known(partial(_vit, VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, "8x8"),
     "deep-vit": Known(partial(_vit, DEEP_VIT), {"batch": 32, "inner_rates": (2e-3, 1e-2)}, "8x8"),
     "convnet": Known(_convnet, {"batch": 32, "inner_rates": (2.5e-3, 1.6e-2)}, "8x8"),

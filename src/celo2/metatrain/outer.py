@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from celo2.metatrain.config import MetaConfig
-from celo2.metatrain.estimators import EstimatorState, estimate, init_state
+from celo2.metatrain.estimators import EstimatorState, estimate, init_state, learned_part
 from celo2.metatrain.families import Family
 from celo2.rule import initial_weights, make_odd
 from celo2.runs.processes import DATA
@@ -217,8 +217,7 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
         means = jnp.where(jnp.isfinite(means), means, state.squares)
         squares = decay * state.squares + (1 - decay) * means
         halves = [_mix(config, families, found, squares, half) for half in (0, 1)]
-        if config.odd:
-            halves = [make_odd(config.rule, half) for half in halves]
+        halves = [learned_part(config, half) for half in halves]
         gradient = jax.tree.map(lambda a, b: a + b, *halves)
         bad = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g)), gradient)
         gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0.0), gradient)
