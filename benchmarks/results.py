@@ -40,9 +40,13 @@ NAMES = {
     "celo2-start": "its start, untrained",
     "celo2-base": "Celo2-base",
     "published": "the authors' rule",
+    "celo": "Celo",
 }
 ORDER = tuple(NAMES)
-COLOR = dict(zip(("adamw", "muon", "celo2", "celo2-base", "published"), COLORS, strict=False))
+UNTUNED = ("celo",)  # decides its steps alone: one run, as published
+COLOR = dict(
+    zip(("adamw", "muon", "celo2", "celo2-base", "published", "celo"), COLORS, strict=False)
+)
 COLOR["celo2-start"] = COLOR["celo2"]
 DASHES = {"published": "--", "celo2-start": ":"}
 TASKS = {
@@ -62,6 +66,7 @@ MARKS = {
     "celo2-start": "x",
     "celo2-base": "v",
     "published": "D",
+    "celo": "P",
 }
 COLUMNS = 3
 SKIP = 0.15  # of a run's beginning, whose losses would press the rest flat
@@ -166,6 +171,8 @@ def rate_table(entries: list[Entry]) -> str:
     """The final loss of each optimizer by rate, seed 0, the lowest in bold."""
     rows = []
     for entry in in_order(entries):
+        if entry.label in UNTUNED:
+            continue
         runs = sorted(entry.tuning, key=lambda run: run.config.learning_rate)
         rates = [show_rate(run.config.learning_rate) for run in (runs[0], runs[-1])]
         best = min(run.score for run in runs if run.score is not None)
@@ -178,7 +185,7 @@ def rate_table(entries: list[Entry]) -> str:
 
 def best_rate_table(tasks: list[tuple[Sweep, str]]) -> str:
     """Each optimizer's best rate on each task."""
-    columns = [label for label in ORDER if label != "celo2-start"]
+    columns = [label for label in ORDER if label not in ("celo2-start", *UNTUNED)]
     rows = []
     for sweep, task in tasks:
         found = {entry.label: entry for entry in sweep.tasks[task]}
@@ -348,7 +355,7 @@ def place_legend(figure: Figure, panels: Iterable[Axes]) -> None:
         [found[name] for name in shown],
         shown,
         loc="outside upper center",
-        ncols=6,
+        ncols=4,
         fontsize=9,
         frameon=False,
     )

@@ -34,7 +34,7 @@ def test_toml_changes_the_fields_it_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("problem = 2", "problem is not a field; there are rule, start, start_mix, iter"),
+        ("problem = 2", "problem is not a field; there are rule, start, start_mix, odd, "),
         ("[rule]\nwidth = 3", "rule.width is not a field; there are rule.hidden"),
         ('problems = "2"', "problems='2' is not of type int"),
         ("problems = true", "problems=True is not of type int"),
