@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import celo2
 from celo2 import rulefile
-from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig, initial_weights
+from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig, initial_weights, make_odd
 from hub import be_online
 from rule_files import (
     FILE,
@@ -185,6 +185,15 @@ def test_shipped_rule_has_its_config_and_its_run_was_ended(name, config):
     assert origin["made_by"] == "celo2 meta-train"
     assert origin["iterations"] == origin["config"]["iterations"] >= 100
     assert set(origin["data"]) >= {"python-docs", "mnist", "fashion_mnist", "cifar10", "svhn"}
+
+
+def test_shipped_celo2_is_odd_and_has_learned_the_mix_alone():
+    rule = celo2.pretrained("celo2")
+    for name, w in make_odd(rule.config, rule.weights).items():
+        np.testing.assert_allclose(w, rule.weights[name], atol=1e-6)
+    carry = initial_weights(rule.config, np.random.default_rng(0), "momentum")
+    np.testing.assert_allclose(rule.weights["w2"], carry["w2"], atol=1e-6)
+    np.testing.assert_allclose(rule.weights["w1"][:, :2], carry["w1"][:, :2], atol=1e-6)
 
 
 def test_untrained_placeholder_warns(monkeypatch):
