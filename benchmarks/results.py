@@ -31,6 +31,7 @@ from celo2.evaluate.plots import COLORS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+CARD = ROOT / "src" / "celo2" / "pretrained" / "README.md"
 CURVES = DOCS / "figures" / "results.png"
 SUMMARY = DOCS / "figures" / "summary.png"
 NAMES = {
@@ -59,6 +60,14 @@ TASKS = {
     "minatar-asterix": "PPO, Asterix",
     "minatar-freeway": "PPO, Freeway",
     "minatar-spaceinvaders": "PPO, Space Invaders",
+}
+VALIDATION = {
+    "text-tiny": "byte transformer, Shakespeare, 300 steps",
+    "lm-tiny": "the same, batches of 4, 1,200 steps",
+    "vit-svhn": "ViT, SVHN, 600 steps",
+    "conv-svhn": "convolution net, 8×8 SVHN, 400 steps",
+    "mlp-svhn": "MLP, 8×8 SVHN, 600 steps",
+    "mlp-32-svhn": "MLP, SVHN, 1,000 steps",
 }
 MARKS = {
     "muon": "s",
@@ -97,6 +106,8 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
     by_task = dict(map(reversed, tasks))
     multipliers = read_sweep(DOCS / "results" / "adam-multiplier.jsonl")
     nesterov = read_sweep(DOCS / "results" / "adam-nesterov.jsonl")
+    validation = read_sweep(DOCS / "results" / "validation.jsonl")
+    small = [(validation, task) for task in VALIDATION]
     language_model = by_task["lm-0.8m"].tasks["lm-0.8m"]
     texts = {
         DOCS / "results.md": {task: table(sweep, task) for sweep, task in tasks},
@@ -111,6 +122,7 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
             "games": summary_table("final return, higher is better", games, "#.3g"),
             "demo": demo_losses(DOCS / "figures" / "demo.jsonl"),
         },
+        CARD: {"validation": summary_table("final validation loss", small, ".3f")},
     }
     if (records := DOCS / "results" / "nanogpt.jsonl").exists():
         texts[DOCS / "nanogpt.md"] = {"nanogpt": nanogpt_table(records)}
@@ -163,7 +175,7 @@ def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
         best = (max if is_game(task) else min)(known, key=known.__getitem__)
         cells = [format(known[label], form) if label in known else "-" for label in columns]
         bold = [f"**{c}**" if n == best else c for n, c in zip(columns, cells, strict=True)]
-        rows.append([TASKS[task].removeprefix("PPO, "), *bold])
+        rows.append([(TASKS | VALIDATION)[task].removeprefix("PPO, "), *bold])
     return markdown([title, *(NAMES.get(label, label) for label in columns)], rows)
 
 
