@@ -248,7 +248,7 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
 
 def _mix(
     config: MetaConfig, families: Sequence[Family], found: list[Found], squares: Array, half: int
-):
+) -> Any:
     """The mean of the families' gradients over one half of their problems."""
     total = None
     for i, (family, each) in enumerate(zip(families, found, strict=True)):
