@@ -28,6 +28,7 @@ from celo2.evaluate.comparison import (
 )
 from celo2.evaluate.config import find_task
 from celo2.evaluate.plots import COLORS
+from celo2.evaluate.validation import relative_score
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -110,7 +111,10 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
     small = [(validation, task) for task in VALIDATION]
     language_model = by_task["lm-0.8m"].tasks["lm-0.8m"]
     texts = {
-        DOCS / "results.md": {task: table(sweep, task) for sweep, task in tasks},
+        DOCS / "results.md": {
+            **{task: table(sweep, task) for sweep, task in tasks},
+            "differences": difference_table(losses),
+        },
         DOCS / "learning-rate.md": {
             "rates": rate_table(language_model),
             "best rates": best_rate_table(tasks),
@@ -177,6 +181,23 @@ def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
         bold = [f"**{c}**" if n == best else c for n, c in zip(columns, cells, strict=True)]
         rows.append([(TASKS | VALIDATION)[task].removeprefix("PPO, "), *bold])
     return markdown([title, *(NAMES.get(label, label) for label in columns)], rows)
+
+
+def difference_table(tasks: list[tuple[Sweep, str]]) -> str:
+    """The log ratio of Celo2's loss to those of others, and its standard error, in percent."""
+    pairs = [("celo2", name) for name in ("muon", "celo2-start", "published", "adamw")]
+    pairs.append(("celo2-base", "adamw"))
+    entries = {(task, e.label): e for sweep, task in tasks for e in sweep.tasks[task]}
+
+    def cell(ours: str, theirs: str, among: Iterable[str]) -> str:
+        found = relative_score(*({t: entries[t, name] for t in among} for name in (ours, theirs)))
+        return f"{100 * found['score']:+.1f} ± {100 * found['error']:.1f}"
+
+    names = [task for _, task in tasks]
+    rows = [[TASKS[name], *(cell(*pair, [name]) for pair in pairs)] for name in names]
+    rows.append(["mean", *(cell(*pair, names) for pair in pairs)])
+    header = [f"{NAMES[a]} to {NAMES[b]}" for a, b in pairs]
+    return markdown(["log ratio of losses, %", *header], rows)
 
 
 def rate_table(entries: list[Entry]) -> str:
