@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from celo2.metatrain import MetaConfig
 from celo2.rule import (
     CELO2,
     CELO2_BASE,
@@ -188,6 +189,8 @@ def test_odd_rules_need_units_in_pairs():
     config = dataclasses.replace(CELO2, hidden=(8, 3))
     with pytest.raises(ValueError, match=r"hidden=\(8, 3\) must be even for an odd rule"):
         make_odd(config, initial_weights(config, np.random.default_rng(0)))
+    with pytest.raises(ValueError, match="units go in pairs"):
+        MetaConfig(rule=config, odd=True)
 
 
 def test_start_may_be_a_mix_of_one_s_own():

@@ -303,8 +303,7 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
     nothing but zero gradients were seen no bias moves a parameter. Units go in pairs that exchange
     their values in the mirror. Arrays may be numpy's or JAX's.
     """
-    if any(width % 2 for width in config.hidden):
-        raise ValueError(f"hidden={config.hidden} must be even for an odd rule: units go in pairs.")
+    check_pairs(config)
     signs = np.concatenate(
         [np.full(feature_width(config, f), -1.0 if f.odd else 1.0) for f in FEATURES]
     ).astype(np.float32)
@@ -321,6 +320,12 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
             mirrored, mirrored_bias = mirrored * outputs[None], bias * outputs
         odd[f"w{layer}"], odd[f"b{layer}"] = (weight + mirrored) / 2, (bias + mirrored_bias) / 2
     return odd
+
+
+def check_pairs(config: RuleConfig) -> None:
+    """Raises a ValueError where a layer's units cannot be tied in pairs."""
+    if any(width % 2 for width in config.hidden):
+        raise ValueError(f"hidden={config.hidden} must be even for an odd rule: units go in pairs.")
 
 
 def _partners(width: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, mix_column
+from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, check_pairs, mix_column
 from celo2.runs.fields import replace_fields
 
 Estimator = Literal["pes", "nres", "truncated_es", "full_es", "backprop"]
@@ -200,6 +200,8 @@ class MetaConfig:
             if self.start != "random":
                 raise ValueError(f"start={self.start!r} and start_mix were given: give one.")
             mix_column(self.rule, dict(self.start_mix))
+        if self.odd:
+            check_pairs(self.rule)
         names = [family.name for family in self.families]
         if len(set(names)) < len(names):
             raise ValueError(f"families={', '.join(names)}: a family may be named once.")
