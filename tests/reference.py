@@ -109,7 +109,8 @@ def step(
     grad = np.clip(grad, -1000.0, 1000.0)
     new = _update_moments(config, grad, moments, published)
     columns = features(config, param, grad, new, published)
-    output = mlp(weights, np.stack([normalize_column(c) for c in columns], axis=-1))
+    inputs = np.stack([normalize_column(c) for c in columns], axis=-1)
+    output = mlp(weights, inputs, cancellation(config, new) if config.gated else None)
     update = FORMS[config.form](output[..., 0], output[..., 1])
     if config.orthogonalize and grad.ndim >= 2:
         update = newton_schulz(update, coefficients)
@@ -189,6 +190,16 @@ def features(
         columns += [np.broadcast_to(rsqrt(col + 1e-8), shape) for col in cols]
         columns += [m * f for m, f in zip(moments.momentum, factors, strict=True)]
     return columns
+
+
+def cancellation(config: RuleConfig, moments: Moments) -> np.ndarray:
+    """0 where gradients of successive steps are independent, 1 to 1.5 where they cancel out."""
+    momentum, decay = moments.momentum[0], config.momentum_decays[0]
+    size = (momentum**2).mean(axis=matrix_axes(momentum))
+    rows = moments.rows[0].reshape(*momentum.shape[:-2], -1).mean(-1)
+    measured = -np.log(size / (rows + 1e-30) + 1e-9)
+    independent = np.log((1 + decay) / (1 - decay))
+    return np.clip((measured / independent - 1) / 0.3, 0.0, 1.5)
 
 
 def _exp_mean_magnitude(d: np.ndarray, m: np.ndarray) -> np.ndarray:

@@ -38,12 +38,19 @@ def normalize_column(x: np.ndarray) -> np.ndarray:
     return x * rsqrt((x**2).mean(axis=matrix_axes(x), keepdims=True) + 1e-9)
 
 
-def mlp(weights: Weights, x: np.ndarray) -> np.ndarray:
-    """The MLP on the last axis; a vector's 15 columns meet the first 15 rows of w0."""
+def mlp(weights: Weights, x: np.ndarray, gate: np.ndarray | None = None) -> np.ndarray:
+    """The MLP on the last axis; a vector's 15 columns meet the first 15 rows of w0.
+
+    With a `gate`, a number for each slice, the first layer is w0 + gate × g0.
+    """
     layers = len(weights) // 2
     for i in range(layers):
         w, b = (np.asarray(weights[f"{kind}{i}"], np.float64) for kind in "wb")
-        x = x @ w[: x.shape[-1]] + b
+        y = x @ w[: x.shape[-1]] + b
+        if i == 0 and gate is not None:
+            opened = x @ np.asarray(weights["g0"], np.float64)[: x.shape[-1]]
+            y = y + gate.reshape(gate.shape + (1,) * (y.ndim - gate.ndim)) * opened
+        x = y
         if i < layers - 1:
             x = np.maximum(x, 0.0)
     return x

@@ -6,9 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from small import SMALL, SMALL_BASE, make_rule
+from small import GATED, SMALL, SMALL_BASE, make_rule
 
-__all__ = ["SMALL", "SMALL_BASE", "jit", "make_rule", "normal_tree", "state_bytes", "train"]
+__all__ = [
+    "GATED",
+    "SMALL",
+    "SMALL_BASE",
+    "jit",
+    "make_rule",
+    "normal_tree",
+    "state_bytes",
+    "train",
+]
 
 
 def jit(function, **options):

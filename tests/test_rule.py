@@ -71,6 +71,7 @@ def test_first_layer_has_a_row_per_feature_column(decays):
         ("rms_decay", float("nan"), "decay nan must be"),
         ("rms_decay", "0.9", "decay '0.9' must be"),
         ("orthogonalize", 1, "orthogonalize=1 must be True or False"),
+        ("gated", "yes", "gated='yes' must be True or False"),
     ],
 )
 def test_wrong_field_is_refused_with_its_value(field, value, message):
@@ -107,12 +108,12 @@ def test_rule_refuses_arrays_of_another_config(changes, message):
 
 
 def test_initial_weights_are_cut_normals_and_zero_biases():
-    config = dataclasses.replace(CELO2, hidden=(64, 64))
+    config = dataclasses.replace(CELO2, hidden=(64, 64), gated=True)
     drawn = initial_weights(config, np.random.default_rng(0))
     assert {name: w.shape for name, w in drawn.items()} == weight_shapes(config)
     for name, w in drawn.items():
         assert w.dtype == np.float32
-        if name.startswith("b"):
+        if not name.startswith("w"):
             assert not w.any()
             continue
         scaled = w * math.sqrt(len(w))
@@ -158,22 +159,24 @@ def directions(config, drawn, x):
     return x @ drawn[f"w{len(config.hidden)}"] + drawn[f"b{len(config.hidden)}"]
 
 
+@pytest.mark.parametrize("gate", [0.0, 0.7])
 @pytest.mark.parametrize("hidden", [(8, 8), (2,), (4, 2, 6)])
-def test_odd_rules_mirror_their_direction_and_keep_their_magnitude(hidden):
-    config = dataclasses.replace(CELO2, hidden=hidden)
+def test_odd_rules_mirror_their_direction_and_keep_their_magnitude(hidden, gate):
+    config = dataclasses.replace(CELO2, hidden=hidden, gated=True)
     rng = np.random.default_rng(0)
     drawn = {
         name: rng.standard_normal(shape).astype(np.float32)
         for name, shape in weight_shapes(config).items()
     }
     odd = make_odd(config, drawn)
+    odd["w0"] = odd["w0"] + np.float32(gate) * odd["g0"]
     signs = np.concatenate([[-1.0 if f.odd else 1.0] * feature_width(config, f) for f in FEATURES])
     x = rng.standard_normal((50, feature_count(config)))
     out, mirrored = directions(config, odd, x), directions(config, odd, signs * x)
     np.testing.assert_allclose(mirrored, [-1.0, 1.0, 1.0] * out, rtol=1e-4, atol=1e-4)
     assert np.abs(out).min() < 1 < np.abs(out).max()
     for name, w in make_odd(config, odd).items():
-        np.testing.assert_array_equal(w, odd[name])
+        np.testing.assert_array_equal(w, odd[name], err_msg=name)
 
 
 @pytest.mark.parametrize("start", get_args(Start)[1:])

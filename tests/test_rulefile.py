@@ -1,5 +1,6 @@
 """Rule files: saved, loaded, shipped, damaged, and on the Hugging Face hub."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -33,13 +34,22 @@ from rule_files import (
     same,
 )
 
+GATED = dataclasses.replace(CELO2, gated=True)
 
-@pytest.mark.parametrize("config", [CELO2, CELO2_BASE, WIDE])
+
+@pytest.mark.parametrize("config", [CELO2, CELO2_BASE, WIDE, GATED])
 def test_load_gives_back_what_was_saved(tmp_path, config):
     rule = make_rule(config)
     celo2.save(rule, tmp_path / "rule.safetensors")
     assert same(celo2.load(tmp_path / "rule.safetensors"), rule)
     assert same(celo2.load(str(tmp_path / "rule.safetensors")), rule)
+
+
+def test_files_of_rules_without_a_gate_are_as_before_there_were_gates(tmp_path):
+    for config, expected in ((CELO2, False), (GATED, True)):
+        celo2.save(make_rule(config), tmp_path / "rule.safetensors")
+        with safetensors.safe_open(tmp_path / "rule.safetensors", "np") as file:
+            assert ("gated" in json.loads(file.metadata()["config"])) == expected
 
 
 def test_loaded_arrays_are_read_only_float32(tmp_path):

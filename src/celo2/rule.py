@@ -67,6 +67,8 @@ FACTORED_EPSILON = 1e-9
 
 # The update.
 EPSILON = 1e-9
+CANCELLATION_WIDTH = 0.3
+CANCELLATION_LIMIT = 1.5
 MAGNITUDE_SCALE = 0.001
 CLIP_RMS = 1.0
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -91,6 +93,8 @@ class RuleConfig:
         norm: how an update is scaled.
         orthogonalize: whether matrices go through Newton–Schulz.
         vectors: who updates tensors with fewer than two axes.
+        gated: whether the first layer is w0 + g0 × cancellation, which says how much the gradients
+            of successive steps cancel each other: `cancellation_scale`. Not in the paper.
     """
 
     hidden: tuple[int, ...] = (8, 8)
@@ -101,6 +105,7 @@ class RuleConfig:
     norm: Norm = "norm"
     orthogonalize: bool = True
     vectors: Vectors = "adam"
+    gated: bool = False
 
     def __post_init__(self):
         for name, choices in (("form", Form), ("norm", Norm), ("vectors", Vectors)):
@@ -123,13 +128,15 @@ class RuleConfig:
         for decay in (*self.momentum_decays, self.rms_decay, *self.factored_decays):
             if not _is_real(decay) or not 0.0 <= decay < 1.0:
                 raise ValueError(f"decay {decay!r} must be a number in [0, 1).")
-        if not isinstance(self.orthogonalize, bool):
-            raise ValueError(f"orthogonalize={self.orthogonalize!r} must be True or False.")
+        for name in ("orthogonalize", "gated"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A learned update rule: its config, its MLP's arrays (w0 b0 w1 b1 …) and where it comes from.
+    """A learned update rule: its config, its MLP's arrays (w0 b0 w1 b1 …, and g0 where it
+    is gated) and where it comes from.
 
     The arrays may be numpy arrays or, inside meta-training, traced JAX arrays.
     """
@@ -173,7 +180,22 @@ def weight_shapes(config: RuleConfig) -> dict[str, tuple[int, ...]]:
     for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
         shapes[f"w{i}"] = (fan_in, fan_out)
         shapes[f"b{i}"] = (fan_out,)
+    if config.gated:
+        shapes["g0"] = shapes["w0"]
     return shapes
+
+
+def cancellation_scale(config: RuleConfig) -> tuple[float, float]:
+    """(a, b) of the cancellation, which is a + b log(mean(m²) / mean(g²)) within [0, 1.5].
+
+    m is the first momentum, mean(g²) the first factored moment's. Where successive gradients are
+    independent, that ratio is (1 - β) / (1 + β) for a momentum of decay β, and the cancellation
+    0; so it is where they agree. It is 1 where the logarithm is 1.3 times as far below zero.
+    """
+    decay = config.momentum_decays[0]
+    independent = math.log1p(decay) - math.log1p(-decay)
+    slope = 1 / (CANCELLATION_WIDTH * max(independent, EPSILON))
+    return -1 / CANCELLATION_WIDTH, -slope
 
 
 def check_shapes(config: RuleConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -250,7 +272,7 @@ def initial_weights(
     """
     weights = {
         name: truncated_normal(rng, shape) / np.float32(math.sqrt(shape[0]))
-        if len(shape) == 2
+        if name.startswith("w")
         else np.zeros(shape, np.float32)
         for name, shape in weight_shapes(config).items()
     }
@@ -319,6 +341,9 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
         else:
             mirrored, mirrored_bias = mirrored * outputs[None], bias * outputs
         odd[f"w{layer}"], odd[f"b{layer}"] = (weight + mirrored) / 2, (bias + mirrored_bias) / 2
+    if config.gated:
+        gate = weights["g0"]
+        odd["g0"] = (gate + (signs[:, None] * gate)[:, _partners(gate.shape[1])]) / 2
     return odd
 
 

@@ -32,6 +32,8 @@ from celo2.rule import Rule, RuleConfig, check_shapes
 SHIPPED = ("celo2", "celo2-base")
 
 FORMAT = 1  # raised when older versions of celo2 could no longer read a file
+# Config fields that a file has only where they differ from this: as before there were these fields.
+LATER: dict[str, Any] = {"gated": False}
 MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
 MAX_HEADER = 2**20
 
@@ -284,14 +286,19 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"it has no {name}; write it again with celo2.save.")
 
 
+def _config_fields(config: RuleConfig | velo.VeloConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {name: value for name, value in fields.items() if (name, value) not in LATER.items()}
+
+
 def _config(fields: dict[str, Any]) -> RuleConfig | velo.VeloConfig:
     kind = velo.VeloConfig if "optimizer" in fields else RuleConfig
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ValueError(f"unknown config fields: {', '.join(unknown)}; made by a newer celo2?")
-    if missing := sorted(known - fields.keys()):
+    if missing := sorted(known - fields.keys() - LATER.keys()):
         raise ValueError(f"config fields missing: {', '.join(missing)}.")
-    return kind(**fields)
+    return kind(**(LATER if kind is RuleConfig else {}) | fields)
 
 
 def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -324,7 +331,7 @@ def _texts(rule: Rule) -> dict[str, str]:
         if not _has_text_keys(rule.origin):
             raise ValueError("a key is not a string")
         return {
-            "config": json.dumps(dataclasses.asdict(rule.config)),
+            "config": json.dumps(_config_fields(rule.config)),
             "origin": json.dumps(dict(rule.origin), allow_nan=False),
         }
     except (TypeError, ValueError, RecursionError) as error:
@@ -439,7 +446,7 @@ def model_card(rule: Rule, address: str, sha256: str) -> str:
     """A README for the repository of a rule: how to use it, what it is, where it comes from."""
     name = parse_address(address).repo.split("/")[-1]
     facts = {
-        "config": dataclasses.asdict(rule.config),
+        "config": _config_fields(rule.config),
         "origin": dict(rule.origin),
         "sha256": sha256,
     }

@@ -17,11 +17,20 @@ import pytest
 import reference
 import reference_parts
 from celo2.jax import celo2, scale_by_celo2
-from celo2.jax.update import newton_schulz
-from celo2.routing import MatrixView, default_view
-from celo2.rule import CELO2, Form, Norm, Rule, RuleConfig, initial_weights
+from celo2.jax.moments import init_moments, update_moments
+from celo2.jax.update import cancellation, newton_schulz
+from celo2.routing import MatrixView, axes_of, default_view
+from celo2.rule import (
+    CANCELLATION_LIMIT,
+    CELO2,
+    Form,
+    Norm,
+    Rule,
+    RuleConfig,
+    initial_weights,
+)
 from conftest import golden_folder, run_python
-from rules import SMALL, jit, make_rule, normal_tree
+from rules import GATED, SMALL, jit, make_rule, normal_tree
 from test_reference import GOLDEN, golden_config, golden_weights
 
 OFF = {"skip_nonfinite": False, "hold_unused": False}
@@ -184,6 +193,34 @@ def test_every_form_norm_and_rank_equals_the_reference(form, norm):
 def test_every_view_equals_the_reference(orthogonalize, policies):
     config = dataclasses.replace(SMALL, orthogonalize=orthogonalize, norm="rolling_norm")
     check_parity(config, LEAVES, atol=2e-4 if orthogonalize else 2e-5, **policies)
+
+
+@pytest.mark.parametrize(("orthogonalize", "policies"), [(True, {}), (False, OFF)])
+def test_gated_rule_equals_the_reference(orthogonalize, policies):
+    config = dataclasses.replace(GATED, orthogonalize=orthogonalize)
+    check_parity(config, LEAVES, atol=2e-4 if orthogonalize else 2e-5, **policies)
+
+
+def test_cancellation_is_zero_for_independent_gradients_and_grows_where_they_alternate():
+    rng = np.random.default_rng(0)
+    steps, shape = 60, (40, 30)
+    noise = rng.normal(size=(steps, *shape))
+    signs = (-1.0) ** np.arange(steps)[:, None, None]
+    gradients = {
+        "equal": np.broadcast_to(noise[0], noise.shape),
+        "independent": noise,
+        "alternating": 0.5 * noise + signs * noise[0],
+    }
+    axes = axes_of(default_view(2), shape)
+    found = {}
+    for kind, series in gradients.items():
+        moments = init_moments(CELO2, axes, jnp.zeros(shape))
+        for grad in series:
+            moments, _ = update_moments(CELO2, axes, jnp.float32(grad), moments)
+        found[kind] = float(cancellation(CELO2, moments).item())
+    assert found["equal"] == 0.0
+    assert found["independent"] < 0.15
+    assert 0.8 < found["alternating"] < CANCELLATION_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,14 @@ def test_perturbations_of_odd_rules_are_odd_and_as_large(learn):
 
 
 def test_mix_is_the_first_layer_of_the_two_units_that_carry_it():
+    weights = WEIGHTS | {"g0": WEIGHTS["w0"]}
     change = estimators.learned_part(
-        tiny_config(learn="mix"), jax.tree.map(lambda w: jnp.ones(w.shape), WEIGHTS)
+        tiny_config(learn="mix"), jax.tree.map(lambda w: jnp.ones(w.shape), weights)
     )
     learned = {name: np.argwhere(c).tolist() for name, c in change.items()}
     assert learned.pop("b0") == [[0], [1]]
     assert {unit for _, unit in learned.pop("w0")} == {0, 1}
+    assert {unit for _, unit in learned.pop("g0")} == {0, 1}
     assert not any(learned.values())
 
 

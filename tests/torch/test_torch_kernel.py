@@ -12,7 +12,7 @@ pytest.importorskip("triton")  # `conftest.py` chooses its interpreter
 
 from celo2.rule import Form, Norm  # noqa: E402
 from celo2.torch import Celo2, kernel  # noqa: E402
-from small import SMALL, make_rule  # noqa: E402
+from small import GATED, SMALL, make_rule  # noqa: E402
 
 SHAPES = {"a": (3, 5), "b": (3, 5), "tall": (70, 2), "stack": (2, 4, 3), "conv": (3, 2, 2, 2)}
 
@@ -50,6 +50,10 @@ def check(monkeypatch, dtype=torch.float32, atol=1e-5, **options):
 )
 def test_kernels_equal_the_eager_step(form, norm, monkeypatch):
     check(monkeypatch, config=dataclasses.replace(SMALL, form=form, norm=norm))
+
+
+def test_gate_reaches_the_kernels(monkeypatch):
+    check(monkeypatch, config=GATED)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

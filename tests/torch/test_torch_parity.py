@@ -15,7 +15,7 @@ from celo2.routing import MatrixView, default_view, published_view
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
 from conftest import golden_folder
-from small import SMALL, make_rule
+from small import GATED, SMALL, make_rule
 from test_reference import GOLDEN, golden_config, golden_weights
 
 STEPS = 4
@@ -141,6 +141,13 @@ def test_every_form_and_norm_equals_the_reference(form, norm):
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("config", [CELO2, CELO2_BASE], ids=["celo2", "celo2-base"])
 def test_the_shipped_kinds_of_rule_equal_the_reference(config, foreach):
+    check_parity(config, atol=5e-4, foreach=foreach)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("orthogonalize", [True, False])
+def test_gated_rule_equals_the_reference(orthogonalize, foreach):
+    config = dataclasses.replace(GATED, orthogonalize=orthogonalize)
     check_parity(config, atol=5e-4, foreach=foreach)
 
 

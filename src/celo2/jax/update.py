@@ -13,13 +13,16 @@ from celo2.jax.features import Features, Plane, build_features, split_first_laye
 from celo2.jax.moments import Moments, reduce_in_turn
 from celo2.routing import MATRIX, Axes
 from celo2.rule import (
+    CANCELLATION_LIMIT,
     CLIP_RMS,
     EPSILON,
+    FACTORED_FLOOR,
     MAGNITUDE_SCALE,
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_EPSILON,
     NEWTON_SCHULZ_STEPS,
     RuleConfig,
+    cancellation_scale,
 )
 
 Weights = Mapping[str, Array]
@@ -44,6 +47,9 @@ def tensor_update(
     The moments have taken the gradient in.
     """
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
+    if config.gated:
+        gates = split_first_layer(config, weights["g0"], axes.matrix)
+        first_layer = open_gates(first_layer, gates, cancellation(config, moments))
     build = functools.partial(build_features, axes)
     direction, magnitude = run_mlp(
         weights, first_layer, normalize_inputs, build, (param, grad, moments), kernel
@@ -75,6 +81,28 @@ def run_mlp(
     return apply_mlp(weights, kernels, build(*tensor), kernel)
 
 
+def cancellation(config: RuleConfig, moments: Moments) -> Array:
+    """How much the gradients of successive steps cancel each other, (batch…, 1, 1).
+
+    0 where they are independent or agree, 1.5 at most; see `cancellation_scale`.
+    """
+    momentum = moments.momentum[0].astype(jnp.float32)
+    mean_square = _sum_of_squares(Plane(momentum)).sum(-1, keepdims=True) / _size(momentum, MATRIX)
+    ratio = mean_square / (jnp.mean(moments.rows[0], MATRIX, keepdims=True) + FACTORED_FLOOR)
+    offset, slope = cancellation_scale(config)
+    return jnp.clip(offset + slope * jnp.log(ratio + EPSILON), 0.0, CANCELLATION_LIMIT)
+
+
+def open_gates(parts: list[Array], gates: list[Array], cancellation: Array) -> list[Array]:
+    """The first layer's parts for each slice, (columns, hidden units, batch…, 1, 1)."""
+    ones = [1] * cancellation.ndim
+    return [
+        part.reshape(*part.shape, *ones)
+        + gate.reshape(*gate.shape, *ones) * cancellation[None, None]
+        for part, gate in zip(parts, gates, strict=True)
+    ]
+
+
 def normalize_inputs(
     parts: list[Array],
     features: Features,
@@ -82,7 +110,7 @@ def normalize_inputs(
     epsilon: float = EPSILON,
 ) -> list[Array]:
     """The first layer's parts with each column's normaliser multiplied in: 1/RMS over `axes`, the
-    last two among them.
+    last two among them. The parts are for all slices, or for each.
 
     Each comes back as (columns, hidden units, batch…, 1, 1).
     """
@@ -93,7 +121,7 @@ def normalize_inputs(
     mean_squares += [jnp.mean(jnp.square(s), axes, keepdims=True) for s in features.stripes]
     kernels = []
     for part, mean_square in zip(parts, mean_squares, strict=True):
-        part = part.reshape(*part.shape, *[1] * (mean_square.ndim - 1))
+        part = part.reshape(*part.shape, *[1] * (mean_square.ndim + 1 - part.ndim))
         kernels.append(part * lax.rsqrt(mean_square + epsilon)[:, None])
     return kernels
 

@@ -190,7 +190,8 @@ def perturb(config: MetaConfig, weights, key: Array):
 def learned_part(config: MetaConfig, change: dict[str, Array]) -> dict[str, Array]:
     """What a change of the weights has in common with the changes that this run may make."""
     if config.learn == "mix":
-        carried = {name: change[name].at[..., 2:].set(0.0) for name in ("w0", "b0")}
+        first = [name for name in ("w0", "b0", "g0") if name in change]
+        carried = {name: change[name].at[..., 2:].set(0.0) for name in first}
         change = jax.tree.map(jnp.zeros_like, change) | carried
     return make_odd(config.rule, change) if config.odd else change
 

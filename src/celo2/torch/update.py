@@ -13,13 +13,17 @@ from torch import Tensor
 
 from celo2.routing import MATRIX, Axes
 from celo2.rule import (
+    CANCELLATION_LIMIT,
     CLIP_RMS,
     EPSILON,
+    FACTORED_FLOOR,
     MAGNITUDE_SCALE,
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_EPSILON,
     NEWTON_SCHULZ_STEPS,
     RuleConfig,
+    cancellation_scale,
+    feature_rows,
 )
 from celo2.torch.features import (
     Inputs,
@@ -96,7 +100,13 @@ def fold_normalizers(
 ) -> FirstLayer:
     """The first layer from the sums of squares of all planes, (columns, batch…, 1, 1)."""
     parts = split_first_layer(config, weights["w0"], axes.matrix)
-    kernel = _normalized(parts[0], plan.extent.mean(squares, MATRIX))
+    mean_squares = plan.extent.mean(squares, MATRIX)
+    if config.gated:
+        gates = split_first_layer(config, weights["g0"], axes.matrix)
+        at = feature_rows(config)["momentum"].start
+        cancelled = cancellation(config, axes, mean_squares[at], moments, plan.extent)
+        parts = open_gates(parts, gates, cancelled)
+    kernel = _normalized(parts[0], mean_squares)
     bias = weights["b0"].view(-1, *[1] * (squares.ndim - 1))
     if not axes.matrix:
         return FirstLayer(kernel, [bias])
@@ -110,9 +120,33 @@ def fold_normalizers(
     return FirstLayer(kernel, [first + bias, second])
 
 
+def cancellation(
+    config: RuleConfig, axes: Axes, mean_square: Tensor, moments: Moments, extent: Extent
+) -> Tensor:
+    """How much the gradients of successive steps cancel each other, (batch…, 1, 1).
+
+    0 where they are independent or agree, 1.5 at most; see `cancellation_scale`. `mean_square` is
+    the first momentum's.
+    """
+    kept = tuple(axis for axis in MATRIX if axis not in axes.rows)
+    rows = extent.mean(moments.rows[0].sum(MATRIX, keepdim=True), kept)
+    offset, slope = cancellation_scale(config)
+    logarithm = (mean_square / (rows + FACTORED_FLOOR) + EPSILON).log()
+    return (offset + slope * logarithm).clamp(0.0, CANCELLATION_LIMIT)
+
+
+def open_gates(parts: list[Tensor], gates: list[Tensor], cancellation: Tensor) -> list[Tensor]:
+    """The first layer's parts for each slice, (columns, hidden units, batch…, 1, 1)."""
+    ones = [1] * cancellation.ndim
+    return [
+        part.view(*part.shape, *ones) + gate.view(*gate.shape, *ones) * cancellation
+        for part, gate in zip(parts, gates, strict=True)
+    ]
+
+
 def _normalized(layer: Tensor, mean_square: Tensor) -> Tensor:
     """(columns, hidden units, batch…, 1, 1)."""
-    layer = layer.view(*layer.shape, *[1] * (mean_square.ndim - 1))
+    layer = layer.view(*layer.shape, *[1] * (mean_square.ndim + 1 - layer.ndim))
     return layer * (mean_square + EPSILON).rsqrt().unsqueeze(1)
 
 
