@@ -113,7 +113,7 @@ def step(
     output = mlp(weights, inputs, cancellation(config, new) if config.gated else None)
     update = FORMS[config.form](output[..., 0], output[..., 1])
     if config.orthogonalize and grad.ndim >= 2:
-        update = newton_schulz(update, coefficients)
+        update = newton_schulz(update, coefficients, config.overshoot)
 
     size = _slice_rms(update)
     moved = moments.moved + 1

@@ -57,17 +57,25 @@ def mlp(weights: Weights, x: np.ndarray, gate: np.ndarray | None = None) -> np.n
 
 
 def newton_schulz(
-    x: np.ndarray, coefficients: tuple[float, float, float] = NS_COEFFICIENTS
+    x: np.ndarray,
+    coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    overshoot: float = 0.0,
 ) -> np.ndarray:
-    """`x` with its singular values pushed towards 1, each slice by itself."""
+    """`x` with its singular values pushed towards 1, each slice by itself.
+
+    A part of the second iterate is subtracted from the last.
+    """
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.swapaxes(-2, -1)
     x = x / (np.sqrt((x**2).sum(axis=(-2, -1), keepdims=True)) + 1e-8)
+    iterates = [x]
     for _ in range(NS_STEPS):
         gram = x @ x.swapaxes(-2, -1)
         x = a * x + (b * gram + c * gram @ gram) @ x
+        iterates.append(x)
+    x = x - overshoot * iterates[2]
     return x.swapaxes(-2, -1) if tall else x
 
 

@@ -10,7 +10,9 @@ from celo2.rule import Rule, RuleConfig, initial_weights
 SMALL = RuleConfig(hidden=(3,), momentum_decays=(0.9,), factored_decays=(0.99,))
 SMALL_BASE = dataclasses.replace(SMALL, orthogonalize=False, vectors="rule")
 # With these decays the gradients of the parity tests open the gate at every second step.
-GATED = RuleConfig(hidden=(3,), momentum_decays=(0.5,), factored_decays=(0.5,), gated=True)
+GATED = RuleConfig(
+    hidden=(3,), momentum_decays=(0.5,), factored_decays=(0.5,), gated=True, overshoot=0.4
+)
 
 
 def make_rule(config: RuleConfig = SMALL, seed: int = 0) -> Rule:

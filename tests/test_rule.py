@@ -72,6 +72,7 @@ def test_first_layer_has_a_row_per_feature_column(decays):
         ("rms_decay", "0.9", "decay '0.9' must be"),
         ("orthogonalize", 1, "orthogonalize=1 must be True or False"),
         ("gated", "yes", "gated='yes' must be True or False"),
+        ("overshoot", 0.6, r"overshoot=0.6 must be a number in \[0, 0.5\]"),
     ],
 )
 def test_wrong_field_is_refused_with_its_value(field, value, message):

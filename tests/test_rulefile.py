@@ -34,7 +34,7 @@ from rule_files import (
     same,
 )
 
-GATED = dataclasses.replace(CELO2, gated=True)
+GATED = dataclasses.replace(CELO2, gated=True, overshoot=0.25)
 
 
 @pytest.mark.parametrize("config", [CELO2, CELO2_BASE, WIDE, GATED])
@@ -45,11 +45,12 @@ def test_load_gives_back_what_was_saved(tmp_path, config):
     assert same(celo2.load(str(tmp_path / "rule.safetensors")), rule)
 
 
-def test_files_of_rules_without_a_gate_are_as_before_there_were_gates(tmp_path):
+def test_files_of_rules_as_in_the_paper_have_no_fields_for_extensions(tmp_path):
     for config, expected in ((CELO2, False), (GATED, True)):
         celo2.save(make_rule(config), tmp_path / "rule.safetensors")
         with safetensors.safe_open(tmp_path / "rule.safetensors", "np") as file:
-            assert ("gated" in json.loads(file.metadata()["config"])) == expected
+            fields = json.loads(file.metadata()["config"])
+            assert [name in fields for name in ("gated", "overshoot")] == [expected] * 2
 
 
 def test_loaded_arrays_are_read_only_float32(tmp_path):

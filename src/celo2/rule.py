@@ -74,6 +74,7 @@ CLIP_RMS = 1.0
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPSILON = 1e-8
+OVERSHOOT_STEP = 2  # the iterate that an overshoot subtracts a part of
 
 # AdamW's share: ours.
 ADAM_MULTIPLIER = 5.0  # its rate in learning rates: as large beside the rule as beside Muon
@@ -95,6 +96,9 @@ class RuleConfig:
         vectors: who updates tensors with fewer than two axes.
         gated: whether the first layer is w0 + g0 × cancellation, which says how much the gradients
             of successive steps cancel each other: `cancellation_scale`. Not in the paper.
+        overshoot: the part of the second Newton–Schulz iterate that is subtracted from the last,
+            so that small singular values get longer steps than large ones; at most 0.5, beyond
+            which some would be reversed. Not in the paper.
     """
 
     hidden: tuple[int, ...] = (8, 8)
@@ -106,6 +110,7 @@ class RuleConfig:
     orthogonalize: bool = True
     vectors: Vectors = "adam"
     gated: bool = False
+    overshoot: float = 0.0
 
     def __post_init__(self):
         for name, choices in (("form", Form), ("norm", Norm), ("vectors", Vectors)):
@@ -128,6 +133,8 @@ class RuleConfig:
         for decay in (*self.momentum_decays, self.rms_decay, *self.factored_decays):
             if not _is_real(decay) or not 0.0 <= decay < 1.0:
                 raise ValueError(f"decay {decay!r} must be a number in [0, 1).")
+        if not _is_real(self.overshoot) or not 0.0 <= self.overshoot <= 0.5:
+            raise ValueError(f"overshoot={self.overshoot!r} must be a number in [0, 0.5].")
         for name in ("orthogonalize", "gated"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -171,6 +178,11 @@ def feature_rows(config: RuleConfig) -> dict[str, slice]:
         rows[feature.name] = slice(start, stop)
         start = stop
     return rows
+
+
+def odd_features(config: RuleConfig) -> np.ndarray:
+    """Whether each column changes its sign with the gradients and the parameters."""
+    return np.repeat([f.odd for f in FEATURES], [feature_width(config, f) for f in FEATURES])
 
 
 def weight_shapes(config: RuleConfig) -> dict[str, tuple[int, ...]]:
@@ -326,9 +338,7 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
     their values in the mirror. Arrays may be numpy's or JAX's.
     """
     check_pairs(config)
-    signs = np.concatenate(
-        [np.full(feature_width(config, f), -1.0 if f.odd else 1.0) for f in FEATURES]
-    ).astype(np.float32)
+    signs = np.where(odd_features(config), -1.0, 1.0).astype(np.float32)
     last = len(config.hidden)
     outputs = np.array([-1.0, 1.0, 1.0], np.float32)  # the direction is odd
     odd = {}

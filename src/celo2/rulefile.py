@@ -33,7 +33,7 @@ SHIPPED = ("celo2", "celo2-base")
 
 FORMAT = 1  # raised when older versions of celo2 could no longer read a file
 # Config fields that a file has only where they differ from this: as before there were these fields.
-LATER: dict[str, Any] = {"gated": False}
+LATER: dict[str, Any] = {"gated": False, "overshoot": 0.0}
 MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
 MAX_HEADER = 2**20
 

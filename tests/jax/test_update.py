@@ -223,6 +223,21 @@ def test_cancellation_is_zero_for_independent_gradients_and_grows_where_they_alt
     assert 0.8 < found["alternating"] < CANCELLATION_LIMIT
 
 
+@pytest.mark.parametrize("shape", [(30, 30), (12, 40), (40, 12)], ids=str)
+def test_overshoot_keeps_directions_and_favours_small_singular_values(shape):
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(n, min(shape))))[0] for n in shape)
+    values = np.linspace(1.0, 0.02, min(shape))
+    x = jnp.float32((left * values) @ right.T)
+    found = np.asarray(newton_schulz(x, overshoot=0.5), np.float64)
+    rotated = left.T @ found @ right
+    np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-4)
+    pushed = np.diag(rotated)
+    assert pushed.min() > 0.1
+    large, small = values > 0.3, values < 0.05
+    assert pushed[small].mean() > 1.2 * pushed[large].mean()
+
+
 @pytest.mark.parametrize(
     "config",
     [

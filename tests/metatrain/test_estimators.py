@@ -10,7 +10,7 @@ import pytest
 from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
 from celo2.metatrain import estimators, inner, outer
-from celo2.rule import make_odd
+from celo2.rule import make_odd, odd_features
 from rules import jit
 
 PAIRS = 4096
@@ -145,7 +145,7 @@ def test_perturbation_has_the_configured_deviation():
     assert noise.mean() == pytest.approx(0, abs=0.01)
 
 
-@pytest.mark.parametrize("learn", ["all", "mix"])
+@pytest.mark.parametrize("learn", ["all", "mix", "linear"])
 def test_perturbations_of_odd_rules_are_odd_and_as_large(learn):
     config = tiny_config(sigma=0.3, odd=True, learn=learn)
     draw = jit(jax.vmap(lambda key: estimators.perturb(config, WEIGHTS, key)))
@@ -153,7 +153,8 @@ def test_perturbations_of_odd_rules_are_odd_and_as_large(learn):
     one = {name: np.asarray(n[0]) for name, n in noise.items()}
     for name, n in make_odd(config.rule, one).items():
         np.testing.assert_allclose(n, one[name], atol=1e-6)
-    assert noise["w0"][..., :2].std() == pytest.approx(0.3, rel=0.03)
+    learned = odd_features(config.rule) if learn == "linear" else slice(None)
+    assert noise["w0"][:, learned, :2].std() == pytest.approx(0.3, rel=0.03)
 
 
 def test_mix_is_the_first_layer_of_the_two_units_that_carry_it():
@@ -166,6 +167,14 @@ def test_mix_is_the_first_layer_of_the_two_units_that_carry_it():
     assert {unit for _, unit in learned.pop("w0")} == {0, 1}
     assert {unit for _, unit in learned.pop("g0")} == {0, 1}
     assert not any(learned.values())
+
+
+def test_linear_mix_leaves_even_features_and_thresholds_alone():
+    config = tiny_config(learn="linear")
+    ones = jax.tree.map(lambda w: jnp.ones(w.shape), WEIGHTS)
+    change = estimators.learned_part(config, ones)
+    np.testing.assert_array_equal(change["w0"][:, 0] != 0, odd_features(config.rule))
+    assert not any(change[name].any() for name in change if name != "w0")
 
 
 def noise_of(config, number: int) -> np.ndarray:

@@ -11,12 +11,13 @@ from celo2.torch.update import _suits_onednn, newton_schulz
 SHAPES = [(5, 5), (7, 3), (4, 30), (2, 3, 6, 20), (100, 120), (120, 100), (100, 400), (400, 100)]
 
 
+@pytest.mark.parametrize("overshoot", [0.0, 0.5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_newton_schulz_equals_the_reference_and_works_in_place(shape):
+def test_newton_schulz_equals_the_reference_and_works_in_place(shape, overshoot):
     x = np.random.default_rng(0).normal(size=shape)
-    expected = reference_parts.newton_schulz(x, NEWTON_SCHULZ)
+    expected = reference_parts.newton_schulz(x, NEWTON_SCHULZ, overshoot)
     ours = torch.tensor(x, dtype=torch.float32)
-    found = newton_schulz(ours)
+    found = newton_schulz(ours, overshoot=overshoot)
     assert found.data_ptr() == ours.data_ptr() and found.shape == ours.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 

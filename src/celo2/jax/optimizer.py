@@ -195,9 +195,8 @@ def _rule_on_views(
         mean, moves, moving = jax.tree.map(
             lambda *x: jnp.stack(x), *[(m.running_rms, m.moves, move) for _, _, m, move in tensors]
         )
-        orthogonal = redistributed(
-            functools.partial(newton_schulz, dtype=newton_schulz_dtype), mesh
-        )
+        options = {"dtype": newton_schulz_dtype, "overshoot": config.overshoot}
+        orthogonal = redistributed(functools.partial(newton_schulz, **options), mesh)
         found = NORMS[config.norm](orthogonal(updates), mean, moves)
         return unstack(_if_moving(moving, *found, mean), len(tensors))
 

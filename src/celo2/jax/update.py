@@ -21,6 +21,7 @@ from celo2.rule import (
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_EPSILON,
     NEWTON_SCHULZ_STEPS,
+    OVERSHOOT_STEP,
     RuleConfig,
     cancellation_scale,
 )
@@ -56,7 +57,7 @@ def tensor_update(
     )
     update = FORMS[config.form](direction, magnitude)
     if config.orthogonalize and axes.matrix:
-        update = newton_schulz(update, dtype=newton_schulz_dtype)
+        update = newton_schulz(update, dtype=newton_schulz_dtype, overshoot=config.overshoot)
     return NORMS[config.norm](update, moments.running_rms, moments.moves)
 
 
@@ -209,34 +210,39 @@ FORMS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def newton_schulz(x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None) -> Array:
+def newton_schulz(
+    x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None, overshoot: float = 0.0
+) -> Array:
     """Pushes the singular values of `x` towards 1, over its last two axes.
 
     Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough
-    (Algorithm 1, step 6).
+    (Algorithm 1, step 6). An `overshoot` leaves large ones below small ones.
     """
     sharding = jax.typeof(x).sharding
     if any(sharding.spec):
         # Explicit axes ask for the sharding of every product; within, XLA chooses them.
-        free = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+        free = functools.partial(newton_schulz, steps=steps, dtype=dtype, overshoot=overshoot)
         return jnp.asarray(jax.sharding.auto_axes(free, out_sharding=sharding)(x))
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, steps, dtype).mT
+        return newton_schulz(x.mT, steps, dtype, overshoot).mT
     norm = jnp.sqrt(reduce_in_turn(jnp.sum, jnp.square(x), MATRIX))
     y = (x / (norm + NEWTON_SCHULZ_EPSILON)).astype(dtype or x.dtype)
     a, b, c = NEWTON_SCHULZ
     if y.shape[-1] >= 2 * y.shape[-2]:
-        y = _gram_polynomial(y @ y.mT, steps) @ y
+        y = _gram_polynomial(y @ y.mT, steps, overshoot) @ y
     else:
-        for _ in range(steps):
+        early = y
+        for step in range(1, steps + 1):
             gram = y @ y.mT
             y = a * y + (b * gram + c * (gram @ gram)) @ y
+            early = y if step == OVERSHOOT_STEP else early
+        y = y - overshoot * early if overshoot else y
     return y.astype(x.dtype)
 
 
-def _gram_polynomial(gram: Array, steps: int) -> Array:
-    """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
+def _gram_polynomial(gram: Array, steps: int, overshoot: float) -> Array:
+    """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
 
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
     multiply the small matrices and touch y only once more.
@@ -244,12 +250,13 @@ def _gram_polynomial(gram: Array, steps: int) -> Array:
     a, b, c = NEWTON_SCHULZ
     identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     identity = jnp.expand_dims(identity, tuple(range(gram.ndim - 2)))
-    total = factor = a * identity + b * gram + c * (gram @ gram)
-    for _ in range(steps - 1):
+    early = total = factor = a * identity + b * gram + c * (gram @ gram)
+    for step in range(2, steps + 1):
         gram = factor @ gram @ factor
         factor = a * identity + b * gram + c * (gram @ gram)
         total = factor @ total
-    return total
+        early = total if step == OVERSHOOT_STEP else early
+    return total - overshoot * early if overshoot else total
 
 
 def rms(update: Array) -> Array:

@@ -17,7 +17,7 @@ Decay = Literal["constant", "cosine"]
 InnerDecay = Literal["constant", "cosine", "late"]
 InnerAdam = Literal["published", "adam", "nesterov"]
 Balance = Literal["none", "deviation"]
-Learn = Literal["all", "mix"]
+Learn = Literal["all", "mix", "linear"]
 
 # What a family leaves open is the run's.
 INHERITED = ("problems", "batch", "truncation", "unroll", "inner_rates", "augmentation")
@@ -62,8 +62,9 @@ class MetaConfig:
             momentum_over_rms).
         start_mix: in place of `start`, a mix of features: the name of each and its coefficients.
         odd: keep the rule's direction an odd function of gradients and parameters.
-        learn: which weights: all of them, or what the two units that carry the start's mix have in
-            the first layer, a coefficient for each feature and a threshold.
+        learn: which weights: all of them; or the mix, what the two units that carry the start have
+            in the first layer, a coefficient for each feature and a threshold; or of that mix only
+            the coefficients of odd features, so that an odd rule stays linear.
         iterations: outer iterations.
         seed: of everything random.
         families: the kinds of inner problems; none are the paper's image MLPs.

@@ -18,7 +18,7 @@ from celo2.metatrain.inner import (
     start,
     unroll,
 )
-from celo2.rule import make_odd
+from celo2.rule import make_odd, odd_features
 
 NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
 
@@ -189,9 +189,13 @@ def perturb(config: MetaConfig, weights, key: Array):
 
 def learned_part(config: MetaConfig, change: dict[str, Array]) -> dict[str, Array]:
     """What a change of the weights has in common with the changes that this run may make."""
-    if config.learn == "mix":
-        first = [name for name in ("w0", "b0", "g0") if name in change]
+    if config.learn != "all":
+        learned = ("w0", "g0") if config.learn == "linear" else ("w0", "g0", "b0")
+        first = [name for name in learned if name in change]
         carried = {name: change[name].at[..., 2:].set(0.0) for name in first}
+        if config.learn == "linear":
+            odd = jnp.asarray(odd_features(config.rule), jnp.float32)[:, None]
+            carried = {name: odd * value for name, value in carried.items()}
         change = jax.tree.map(jnp.zeros_like, change) | carried
     return make_odd(config.rule, change) if config.odd else change
 

@@ -21,6 +21,7 @@ from celo2.rule import (
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_EPSILON,
     NEWTON_SCHULZ_STEPS,
+    OVERSHOOT_STEP,
     RuleConfig,
     cancellation_scale,
     feature_rows,
@@ -69,7 +70,8 @@ def finish_update(
     """The update that the MLP's outputs give, and its new `running_rms`."""
     update = FORMS[config.form](*outputs, plan.extent)
     if config.orthogonalize and axes.matrix:
-        whole = newton_schulz(plan.extent.gathered(update), dtype=plan.newton_schulz_dtype)
+        whole = plan.extent.gathered(update)
+        whole = newton_schulz(whole, dtype=plan.newton_schulz_dtype, overshoot=config.overshoot)
         update = plan.extent.own(whole)
     return normalize(config.norm, update, moments, plan.extent)
 
@@ -272,16 +274,19 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 
 def newton_schulz(
-    x: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype | None = None
+    x: Tensor,
+    steps: int = NEWTON_SCHULZ_STEPS,
+    dtype: torch.dtype | None = None,
+    overshoot: float = 0.0,
 ) -> Tensor:
     """Pushes the singular values of `x` towards 1, over its last two axes and in place.
 
-    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough. The
-    products of matrices are in `dtype`.
+    Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough. An
+    `overshoot` leaves large ones below small ones. The products of matrices are in `dtype`.
     """
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, steps, dtype).mT
+        return newton_schulz(x.mT, steps, dtype, overshoot).mT
     norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
     y = x.div_(norm + NEWTON_SCHULZ_EPSILON).to(dtype or x.dtype)
     # One matrix is multiplied as such: as a stack of one, y yᵀ takes up to 1.4 times as long.
@@ -292,12 +297,17 @@ def newton_schulz(
         multiply, multiply_add = _multiply, _multiply_add
     if 2 * y.shape[-1] < 3 * y.shape[-2]:
         a, b, c = NEWTON_SCHULZ
-        for _ in range(steps):
+        early = None
+        for step in range(1, steps + 1):
             gram = multiply(y, y.mT)
             factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
-            torch._foreach_copy_([y], [multiply_add(y, factor, y, beta=a)])
+            iterate = multiply_add(y, factor, y, beta=a)
+            torch._foreach_copy_([y], [iterate])
+            early = iterate if overshoot and step == OVERSHOOT_STEP else early
+        if early is not None:
+            torch._foreach_add_([y], [early], alpha=-overshoot)
     else:
-        total = _gram_polynomial(multiply(y, y.mT), steps, multiply, multiply_add)
+        total = _gram_polynomial(multiply(y, y.mT), steps, overshoot, multiply, multiply_add)
         # In parts on a CPU, where a second array of this size would be the step's largest.
         parts = 4 if y.device.type == "cpu" else 1
         for columns in y.split(-(-y.shape[-1] // parts), -1):
@@ -308,9 +318,13 @@ def newton_schulz(
 
 
 def _gram_polynomial(
-    gram: Tensor, steps: int, multiply: Callable[..., Tensor], multiply_add: Callable[..., Tensor]
+    gram: Tensor,
+    steps: int,
+    overshoot: float,
+    multiply: Callable[..., Tensor],
+    multiply_add: Callable[..., Tensor],
 ) -> Tensor:
-    """The matrix that takes y to its last Newton–Schulz iterate, from gram = y yᵀ.
+    """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
 
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
     multiply the small matrices and touch y only once more.
@@ -322,13 +336,14 @@ def _gram_polynomial(
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
         return factor
 
-    total = factor = factor_of(gram)
-    for _ in range(steps - 1):
+    early = total = factor = factor_of(gram)
+    for step in range(2, steps + 1):
         gram = multiply(factor, gram)
         gram = multiply(gram, factor)
         factor = factor_of(gram)
         total = multiply(factor, total)
-    return total
+        early = total if step == OVERSHOOT_STEP else early
+    return total.sub(early, alpha=overshoot) if overshoot else total
 
 
 def _suits_onednn(y: Tensor) -> bool:
