@@ -1,6 +1,6 @@
 """A slow, literal Celo2 in numpy float64, for one tensor already viewed as (batch…, in, out).
 
-It is what the JAX and Torch rooms are held to, so it shares no code with either and has no
+It is what the JAX and Torch updates are held to, so it shares no code with either and has no
 speed tricks: every feature column is built, normalised and stacked before the MLP sees it.
 """
 

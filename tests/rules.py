@@ -1,4 +1,4 @@
-"""Small rules and problems shared by the tests of the JAX room."""
+"""Small rules and problems shared by the JAX tests."""
 
 import functools
 

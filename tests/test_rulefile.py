@@ -95,7 +95,7 @@ def test_equal_rules_make_equal_files_in_another_process():
 def test_origin_is_preserved_exactly(origin):
     rule = rulefile.from_bytes(rulefile.to_bytes(make_rule(origin=origin)), "rule")
     assert rule.origin == origin
-    assert json.dumps(rule.origin) == json.dumps(origin)  # tells 1 from 1.0 and True, 0.0 from -0.0
+    assert json.dumps(rule.origin) == json.dumps(origin)  # 1, 1.0 and True differ, and so do 0.0 and -0.0
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ class LocalHub:
     def __init__(self, folder: Path):
         self.folder, self.calls = folder, []
 
-    def __call__(self, **options):  # stands for the class HfApi
+    def __call__(self, **options):  # in place of the class HfApi
         return self
 
     def create_repo(self, repo_id, *, private, exist_ok):

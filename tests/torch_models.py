@@ -1,4 +1,4 @@
-"""A small Torch model and its training, shared by the tests of the Torch room."""
+"""A small Torch model and its training, shared by the Torch tests."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Tries beside a run; the command that tries is a script that prints what it is told."""
+"""Tries beside a run; the command that tries is a script that prints what it is given."""
 
 import json
 import os

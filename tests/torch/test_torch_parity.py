@@ -1,4 +1,4 @@
-"""The Torch room against the authors' vectors, the float64 reference and the JAX room."""
+"""The Torch update against the authors' vectors, the float64 reference and the JAX update."""
 
 import dataclasses
 import json

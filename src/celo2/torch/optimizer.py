@@ -155,7 +155,7 @@ class Celo2(torch.optim.Optimizer):
         check_names(self._overrides, self.param_groups)
 
     def _keep(self, rule: Rule | str | Path) -> str:
-        """Loads a rule and gives the name that stands for it in parameter groups."""
+        """Loads a rule and returns its name in parameter groups."""
         if isinstance(rule, str) and rule in self._rules:
             return rule
         loaded = as_rule(rule)
