@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "baselines": {"rule", "jax"},
     "runs": {"rulefile"},
     "metatrain": {"rule", "rulefile", "jax", "tasks", "baselines", "runs"},
-    "evaluate": {"rule", "velo", "rulefile", "jax", "tasks", "baselines", "runs"},
+    "evaluate": {"rule", "velo", "rulefile", "routing", "jax", "tasks", "baselines", "runs"},
     "commands": {"rule", "rulefile", "tasks", "runs", "metatrain", "evaluate"},
     # These come with celo2/__init__.py in any case; the others it imports inside functions.
     "cli": {"__init__", "rule", "velo", "rulefile", "published"},
