@@ -319,7 +319,8 @@ def plot(run: str, out: str | None = None) -> None:
     """Draw a meta-training run or a sweep, whichever the folder holds; only records are read.
 
     Of a meta-training run: meta-loss, held-out problems, the rule's first layer. Of a sweep, for
-    each task: curves, learning rates, RMS of updates and of parameters.
+    each task: curves, learning rates, all settings, RMS of updates and of parameters; one figure
+    for tasks that differ in size, and one with intervals where there are several seeds.
 
     Args:
         run: the folder of the run, or of the sweep's runs.
