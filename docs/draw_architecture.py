@@ -17,7 +17,8 @@ ROWS = (
     ("rulefile",),
     ("published", "jax", "torch"),
     ("tasks", "baselines", "runs"),
-    ("metatrain", "evaluate"),
+    ("metatrain",),
+    ("evaluate",),
     ("commands",),
     ("cli",),
 )

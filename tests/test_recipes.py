@@ -11,6 +11,7 @@ from celo2.commands.evaluate import show_plan
 from celo2.evaluate import RunConfig, describe, read_recipe
 from celo2.evaluate.optimizers import load_rule
 from celo2.evaluate.program import stand_in
+from celo2.metatrain.config import Augmentation
 from celo2.rule import Form, Norm, Rule, initial_weights
 from celo2.rulefile import pretrained, save
 from conftest import REPOSITORY
@@ -117,6 +118,19 @@ def test_commands_of_the_recipe_make_the_rules_it_names(name, tmp_path, monkeypa
     rules = [rule for rule in map(load_rule, made) if rule is not None]
     field, values = VARIED.get(name, ("norm", {"norm"}))
     assert {getattr(rule.config, field) for rule in rules} == values
+
+
+def test_ablations_train_every_variant_once():
+    recipe = read("ablations")
+    configs = {rule.folder: rule.config for rule in recipe.rules}.values()
+    assert f"after {len(configs)} rules" in recipe.texts["cost"]
+    rules = [config.rule for config in configs]
+    for field in ("hidden", "rms_decay", "form", "norm"):
+        _, values = VARIED[f"paper/ablation-{field.replace('_', '-').replace('norm', 'norms')}"]
+        assert {getattr(rule, field) for rule in rules} == values
+    assert {config.augmentation for config in configs} == set(get_args(Augmentation))
+    both = {(rule.orthogonalize, rule.vectors) for rule in rules}
+    assert len(both) == 4 and both == {(r.used.orthogonalize, r.used.vectors) for r in recipe.rules}
 
 
 def test_rule_file_that_is_not_there_yet_has_a_stand_in(tmp_path, monkeypatch):

@@ -95,7 +95,9 @@ def test_equal_rules_make_equal_files_in_another_process():
 def test_origin_is_preserved_exactly(origin):
     rule = rulefile.from_bytes(rulefile.to_bytes(make_rule(origin=origin)), "rule")
     assert rule.origin == origin
-    assert json.dumps(rule.origin) == json.dumps(origin)  # 1, 1.0 and True differ, and so do 0.0 and -0.0
+    assert json.dumps(rule.origin) == json.dumps(
+        origin
+    )  # 1, 1.0 and True differ, and so do 0.0 and -0.0
 
 
 @pytest.mark.parametrize(

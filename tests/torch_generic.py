@@ -30,6 +30,7 @@ def inputs(device, dtype=None) -> list[OptimizerInput]:
         "weight decay": {"weight_decay": 0.1},
         "maximize": {"weight_decay": 0.1, "maximize": True},
         "rms scale": {"rms_scale": 0.2, "lr": 2e-3},
+        "spectral scale": {"scale": "spectral", "weight_decay": 0.1},
         "slower AdamW": {"adam_multiplier": 1.0, "betas": (0.8, 0.9), "eps": 1e-6},
         "Nesterov AdamW": {"adam_nesterov": True, "weight_decay": 0.1},
         "half precision": {"momentum_dtype": torch.bfloat16, "newton_schulz_dtype": torch.bfloat16},

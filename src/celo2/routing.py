@@ -7,11 +7,12 @@ matrix view; `Explanation` is the table that shows both to users.
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from celo2.rule import RuleConfig
+from celo2.rule import REFERENCE_WIDTH, RuleConfig
 
 Updater = Literal["rule", "adam"]
+Scale = Literal["rms", "spectral"]  # what matrices of all sizes have alike in their updates
 Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
 
 EMBEDDING = re.compile(
@@ -124,6 +125,29 @@ def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
         return Axes(False, (), MATRIX, MATRIX)
     d1, d0 = factored_axes(shape, view.published)
     return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
+
+
+def check_scale(scale: str) -> None:
+    """Raises a ValueError for a scale that there is not."""
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale={scale!r} is not one of {', '.join(get_args(Scale))}.")
+
+
+def scale_factor(scale: Scale, view: MatrixView, stored: tuple[int, ...]) -> float:
+    """What an update of unit RMS is multiplied by; 1 for a vector, and with "rms".
+
+    An orthogonal matrix (in, out) has an RMS of 1/√max(in, out), so one of unit RMS has singular
+    values of √max(in, out). With "spectral" they are √max(1, out/in) for every size, times the
+    √REFERENCE_WIDTH that a square matrix of that width has with "rms". As max(1, out/in) is
+    max(in, out)/in, the factor depends on `in` alone.
+
+    >>> scale_factor("spectral", MatrixView((), (0,), (1,)), (512, 2048))
+    0.5
+    """
+    if scale == "rms" or view.is_vector:
+        return 1.0
+    inputs = view.shape(stored)[-2]
+    return math.sqrt(REFERENCE_WIDTH / max(1, inputs))
 
 
 class Route(NamedTuple):

@@ -80,6 +80,9 @@ OVERSHOOT_STEP = 2  # the iterate that an overshoot subtracts a part of
 ADAM_MULTIPLIER = 5.0  # its rate in learning rates: as large beside the rule as beside Muon
 ADAM_GRADIENT_LIMIT = 1e18  # squares of larger gradients would overflow in float32
 
+# The rule's share with scale="spectral": the inputs of a matrix that moves as with "rms".
+REFERENCE_WIDTH = 128
+
 
 @dataclass(frozen=True)
 class RuleConfig:

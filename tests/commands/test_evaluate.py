@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import RECIPE, of_kind
+from tiny_runs import shared_build
 
 from celo2 import cli
 from celo2.evaluate.config import find_task
@@ -241,3 +242,47 @@ def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path,
     assert "celo2 sweep this" in text and "little" in text
     assert "2,410 in 4 tensors" in text and "digits-mlp with plain" in text
     assert not out.exists()
+
+
+TRAINS = """
+[meta_train]
+iterations = 2
+datasets = ["digits"]
+problems = 4
+batch = 8
+truncation = 5
+unroll = [5, 20]
+rule = { hidden = [4] }
+[run]
+steps = 2
+evaluation_batches = 1
+learning_rate = 1e-3
+[tasks.digits-mlp]
+[optimizers.usual]
+meta_train = {}
+[optimizers.raw]
+meta_train = {}
+at_test = { norm = "raw" }
+[optimizers.far]
+meta_train = { learning_rate = 1e30 }
+"""
+
+
+def test_rules_of_a_recipe_are_made_before_its_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("celo2.metatrain.loop.build", shared_build)
+    recipe, out = tmp_path / "trains.toml", tmp_path / "out"
+    recipe.write_text(TRAINS)
+    arguments = ["sweep", str(recipe), "--out", str(out), "--no-report"]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("2 iterations of meta-training") == 2
+    assert "usual (celo2 for" in shown and "which is not there yet" in shown
+    assert cli.main(arguments) == 1  # one diverges, and its runs with it
+    told = capsys.readouterr().err
+    assert "at-test_norm-raw.safetensors: is there" in told
+    assert "learning_rate-1e-30/rule.safetensors: Given up" in told
+    labels = {
+        fields["label"]
+        for fields in json.loads((out / "sweep.json").read_text())["tuning"].values()
+    }
+    assert labels == {"usual", "raw"}

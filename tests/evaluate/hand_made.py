@@ -50,6 +50,8 @@ def write_sweep(folder, tuning, final=()) -> None:
     for stage, runs in (("tuning", tuning), ("final", final)):
         for config, rows in runs:
             name = f"{config.label}-{config.learning_rate:g}-{config.seed}".replace("/", "-")
+            if config.task != "digits-mlp":
+                name = f"{config.task}-{name}"
             index[stage][name] = to_fields(config)
             (folder / name).mkdir(exist_ok=True, parents=True)
             (folder / name / "records.jsonl").unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hand_made import config_of, example_sweep, rows_of, write_sweep
 from small_runs import small
@@ -10,9 +11,11 @@ from celo2 import cli
 from celo2.evaluate import RunConfig, comparison
 from celo2.evaluate.comparison import (
     Outcome,
+    bootstrap,
     caveats,
     compare,
     data_caveats,
+    interquartile_mean,
     reach,
     read_sweep,
     without_lost,
@@ -229,3 +232,22 @@ def test_folder_without_results_is_refused(tmp_path, capsys, content, message):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_bootstrap_interval_is_that_of_the_mean():
+    scores = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    found = bootstrap([scores])
+    assert found.value == pytest.approx(scores.mean())
+    for end in (found.value - found.low, found.high - found.value):
+        assert end == pytest.approx(1.96 * scores.std() / 20, rel=0.05)
+    assert bootstrap([[2.0, 2.0, 2.0]]) == (2.0, 2.0, 2.0)
+
+
+def test_bootstrap_draws_within_each_task():
+    found = bootstrap([[1.0, 1.0, 1.0], [100.0, 100.0, 100.0]])
+    assert found == (50.5, 50.5, 50.5)  # tasks far apart do not widen it
+
+
+def test_interquartile_mean_leaves_outliers_out():
+    scores = [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 1e9, 1e9]
+    assert bootstrap([scores], interquartile_mean).value == 2.5

@@ -15,6 +15,7 @@ from celo2.evaluate.optimizers import (
     schedule_shape,
     with_norms,
 )
+from celo2.rule import REFERENCE_WIDTH
 from celo2.rulefile import pretrained, save
 from lstm_rules import SMALL, random_rule
 from rules import jit
@@ -70,6 +71,17 @@ def test_rule_s_rms_variant_is_a_fifth():
         first_update(small(name))["hidden"]["kernel"] for name in ("celo2", "celo2-rms0.2")
     )
     np.testing.assert_allclose(fifth, 0.2 * whole, rtol=1e-5)
+
+
+def test_scale_of_a_run_reaches_the_rule():
+    rms, spectral = (first_update(small("celo2", scale=scale)) for scale in ("rms", "spectral"))
+    factor = np.sqrt(REFERENCE_WIDTH / 4)
+    np.testing.assert_allclose(
+        spectral["hidden"]["kernel"], factor * rms["hidden"]["kernel"], rtol=1e-5
+    )
+    np.testing.assert_array_equal(spectral["head"]["kernel"], rms["head"]["kernel"])
+    with pytest.raises(ValueError, match="scale='norm' is not one of rms, spectral"):
+        small("celo2", scale="norm")
 
 
 def test_celo2_has_muon_s_adam_and_the_paper_s_can_be_chosen():

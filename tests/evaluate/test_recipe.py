@@ -1,8 +1,12 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from small_runs import RECIPE
 
 from celo2.evaluate import read_recipe
-from celo2.evaluate.recipe import parse_recipe
+from celo2.evaluate.recipe import choose, parse_recipe
+from celo2.rule import CELO2_BASE
 
 
 @pytest.fixture
@@ -27,6 +31,50 @@ def test_recipe_is_the_product_of_rates_decays_and_seeds(recipe_file):
         "many",
     )
     assert len(many.runs) == 2 * 2 * 2
+
+
+TRAINS = {
+    "meta_train": {"preset": "celo2-base", "iterations": 7},
+    "tasks": {"digits-mlp": {}},
+    "optimizers": {
+        "usual": {"meta_train": {}, "learning_rate": 1e-3},
+        "same": {"meta_train": {"rule": {"rms_decay": 0.95}}, "learning_rate": 2e-3},
+        "four": {"meta_train": {"rule": {"hidden": [4, 4]}}, "learning_rate": 1e-3},
+        "test": {"meta_train": {}, "at_test": {"orthogonalize": True}, "learning_rate": 1e-3},
+    },
+}
+
+
+def test_optimizers_whose_rules_are_trained_alike_share_one():
+    recipe = parse_recipe(TRAINS, "ablations", "here")
+    usual, same, four, test = (Path(config.optimizer) for config in recipe.runs)
+    assert usual == same == Path("here/rules/celo2-base/rule.safetensors")
+    assert four == Path("here/rules/celo2-base_hidden-4-4/rule.safetensors")
+    assert test == Path("here/rules/celo2-base/at-test_orthogonalize-True.safetensors")
+    assert [rule.file for rule in recipe.rules] == [usual, four, test]
+    base, wide, changed = recipe.rules
+    assert (base.config.iterations, base.config.rule) == (7, CELO2_BASE)
+    assert (wide.config.rule.hidden, changed.config) == ((4, 4), base.config)
+    assert changed.used == replace(CELO2_BASE, orthogonalize=True)
+    assert choose(recipe, ["four"]).rules == (wide,)
+    elsewhere = parse_recipe(TRAINS, "ablations").runs[0].optimizer
+    assert elsewhere == str(Path("runs/ablations/rules/celo2-base/rule.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"at_test": {"norm": "raw"}}, "optimizers.x has at_test: a rule that is trained here has"),
+        ({"meta_train": {}, "optimizer": "celo2"}, "has meta_train and optimizer"),
+        ({"meta_train": {"rule": {"norm": "rms"}}}, "x.meta_train: norm='rms' is not one of"),
+        ({"meta_train": {"iteration": 3}}, "iteration is not a field"),
+        ({"meta_train": {}, "at_test": {"size": 3}}, "at_test.size is not a field"),
+    ],
+)
+def test_rule_that_cannot_be_trained_is_refused(table, message):
+    content = {"tasks": {"digits-mlp": {}}, "optimizers": {"x": {"learning_rate": 1e-3} | table}}
+    with pytest.raises(ValueError, match=message):
+        parse_recipe(content, "wrong")
 
 
 def test_unequal_budgets_are_told(recipe_file):

@@ -40,7 +40,7 @@ def test_page_stands_alone_and_escapes_what_it_shows(folder, capsys):
     assert "<i>$\\bad" in page.text and "celo2 sweep <b>&" in page.text
     assert "celo2 9.8" in page.text and "device abacus" in page.text and "1970-01-01" in page.text
     sources = [attrs[key] for _, attrs in page.tags for key in ("src", "href") if key in attrs]
-    assert len(sources) == 4 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
+    assert len(sources) == 5 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
     assert (
         "meta",
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},

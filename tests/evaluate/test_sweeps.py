@@ -1,13 +1,19 @@
 import json
 
+import numpy as np
 import pytest
 from small_runs import RECIPE, of_kind, small, stop_after
+from tiny_runs import shared_build, tiny
 
 from celo2.evaluate import Recipe, read_recipe, sweep
 from celo2.evaluate import run as run_one
 from celo2.evaluate.comparison import name_of, read_sweep
 from celo2.evaluate.config import resolve
+from celo2.evaluate.recipe import parse_recipe
+from celo2.evaluate.sweeps import make_rules
+from celo2.rulefile import load
 from celo2.runs import records
+from celo2.runs.fields import to_fields
 
 
 @pytest.fixture
@@ -49,6 +55,32 @@ def test_sweep_makes_all_runs_then_the_best_with_the_final_seeds(recipe_file, tm
     again = list(sweep(recipe, out))
     assert not any(o.fresh for o in again)
     assert [(o.config, o.score) for o in again] == [(o.config, o.score) for o in outcomes]
+
+
+def test_rules_of_a_recipe_are_trained_once_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr("celo2.metatrain.loop.build", shared_build)
+    tables = {"usual": {}, "test": {"at_test": {"norm": "raw"}}}
+    content = {
+        "meta_train": {**to_fields(tiny(iterations=20)), "preset": "celo2"},
+        "tasks": {"digits-mlp": {}},
+        "optimizers": {
+            label: {"meta_train": {}, "learning_rate": 1e-3} | table
+            for label, table in tables.items()
+        },
+    }
+    recipe = parse_recipe(content, "rules", tmp_path)
+    assert list(make_rules(recipe.rules, stop=stop_after(2))) == []
+    assert load(recipe.rules[0].file).origin["iterations"] == 10
+    made = list(make_rules(recipe.rules))
+    assert [(found.rule, found.error) for found in made] == [(r, None) for r in recipe.rules]
+    usual, test = (load(config.optimizer) for config in recipe.runs)
+    assert (usual.config.norm, test.config.norm) == ("norm", "raw")
+    assert usual.origin["iterations"] == 20
+    for name, weight in usual.weights.items():
+        np.testing.assert_array_equal(weight, test.weights[name])
+    before = recipe.rules[0].file.stat().st_mtime_ns
+    assert len(list(make_rules(recipe.rules, first=1))) == 2
+    assert recipe.rules[0].file.stat().st_mtime_ns == before
 
 
 def test_broken_run_is_resumed_and_finished_ones_are_left_alone(recipe_file, tmp_path):

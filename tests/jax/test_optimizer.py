@@ -11,7 +11,7 @@ import pytest
 
 from celo2.jax import celo2, celo2_base, explain, optimizer, scale_by_celo2
 from celo2.routing import MatrixView
-from celo2.rule import ADAM_MULTIPLIER
+from celo2.rule import ADAM_MULTIPLIER, REFERENCE_WIDTH
 from rules import SMALL, SMALL_BASE, make_rule, normal_tree, train
 
 RULE = make_rule()
@@ -138,6 +138,26 @@ def test_rms_scale_multiplies_the_rule_alone():
     (full,), _, _ = train(celo2(1e-3, rule=RULE), PARAMS, GRADS[:1])
     (fifth,), _, _ = train(celo2(1e-3, rule=RULE, rms_scale=0.2), PARAMS, GRADS[:1])
     close(fifth, {k: 0.2 * v if k in MATRICES else v for k, v in full.items()})
+
+
+def test_spectral_scale_gives_orthogonal_updates_the_singular_values_that_it_promises():
+    shapes = {"a": (128, 128), "wide": (32, 96), "tall": (96, 32), "conv": (2, 3, 8, 16)}
+    shapes |= {"experts": (2, 16, 64), "bias": (9,)}
+    params, grads = normal_tree(shapes, seed=1), normal_tree(shapes, seed=2)
+    make = partial(celo2, 1.0, rule=RULE, rms_scale=0.5)
+    (rms,), _, state = train(make(), params, [grads])
+    (spectral,), _, other = train(make(scale="spectral"), params, [grads])
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for name in ("a", "bias"):
+        np.testing.assert_array_equal(spectral[name], rms[name])
+    for name, shape in {"wide": (32, 96), "tall": (96, 32), "conv": (48, 16)}.items():
+        # Newton–Schulz leaves singular values near 1, not at it: their mean square counts.
+        values = np.linalg.svd(spectral[name].reshape(shape), compute_uv=False)
+        wanted = 0.5 * np.sqrt(REFERENCE_WIDTH * max(1, shape[1] / shape[0]))
+        assert np.sqrt(np.mean(values**2)) == pytest.approx(wanted, rel=1e-4), name
+    close(spectral["experts"], np.sqrt(REFERENCE_WIDTH / 16) * rms["experts"])
+    with pytest.raises(ValueError, match="scale='norm' is not one of rms, spectral"):
+        make(scale="norm")
 
 
 @pytest.mark.parametrize("as_function", [True, False])

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -114,6 +115,20 @@ def test_paper_sizes_have_the_papers_block_parameters(name, blocks):
     config = networks.LANGUAGE_MODELS[name]
     assert config.width // config.head_width in (3, 6, 16)
     assert count(networks.init_lm, config) == blocks + 2 * networks.GPT2_VOCAB * config.width
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("0.3m", 0.33), ("1m", 1.05), ("3m", 2.75), ("10m", 9.99)]
+)
+def test_sizes_have_about_the_parameters_that_their_names_say(name, millions):
+    found = count(networks.init_lm, networks.LANGUAGE_MODELS[name])
+    assert found == pytest.approx(1e6 * millions, rel=0.01)
+
+
+def test_widths_differ_in_nothing_else():
+    models = [networks.LANGUAGE_MODELS[f"width-{width}"] for width in (64, 128, 256, 512)]
+    assert [model.width for model in models] == [64, 128, 256, 512]
+    assert len({dataclasses.replace(model, width=64) for model in models}) == 1
 
 
 def test_vit_b16_has_85_million_parameters_in_blocks():

@@ -12,7 +12,7 @@ from torch import nn
 import reference
 import reference_parts
 from celo2.routing import MatrixView, default_view, published_view
-from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, RuleConfig
+from celo2.rule import CELO2, CELO2_BASE, REFERENCE_WIDTH, Form, Norm, Rule, RuleConfig
 from celo2.torch import Celo2
 from conftest import golden_folder
 from small import GATED, SMALL, make_rule
@@ -122,6 +122,10 @@ def check_parity(config: RuleConfig, atol: float, **options):
             skip_nonfinite=skip,
         )
         ours = np.stack([tree[name] for tree in updates])
+        if options.get("scale") == "spectral" and leaf.view.rows:
+            inputs, outputs = leaf.view.shape(tuple(tensors[name].shape))[-2:]
+            values = np.sqrt(REFERENCE_WIDTH * max(1, outputs / inputs))  # singular ones
+            ours /= values / np.sqrt(max(inputs, outputs))
         np.testing.assert_allclose(ours, expected, rtol=atol, atol=atol, err_msg=name)
         state = optimizer.state[tensors[name]]
         np.testing.assert_array_equal(state["moves"].ravel(), moments.moved.ravel(), err_msg=name)
@@ -149,6 +153,28 @@ def test_the_shipped_kinds_of_rule_equal_the_reference(config, foreach):
 def test_gated_rule_equals_the_reference(orthogonalize, foreach):
     config = dataclasses.replace(GATED, orthogonalize=orthogonalize)
     check_parity(config, atol=5e-4, foreach=foreach)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_spectral_scale_equals_the_reference(foreach):
+    check_parity(SMALL, atol=5e-4, scale="spectral", foreach=foreach)
+
+
+def test_equal_shapes_with_other_inputs_have_scales_of_their_own():
+    params = {name: nn.Parameter(torch.zeros(4, 12)) for name in ("linear", "transposed")}
+    for param in params.values():
+        param.grad = torch.linspace(-1, 1, 48).sin().view(4, 12)
+    optimizer = Celo2(
+        list(params.items()),
+        LR,
+        rule=make_rule(),
+        scale="spectral",
+        overrides={"transposed": MatrixView((), (0,), (1,))},
+    )
+    optimizer.step()
+    linear, transposed = (param.detach().square().mean().sqrt() for param in params.values())
+    assert linear == pytest.approx(LR * np.sqrt(REFERENCE_WIDTH / 12), rel=1e-4)
+    assert transposed == pytest.approx(LR * np.sqrt(REFERENCE_WIDTH / 4), rel=1e-4)
 
 
 def test_policies_can_be_switched_off():

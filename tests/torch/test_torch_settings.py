@@ -103,6 +103,7 @@ def test_duplicates_in_several_groups_are_refused():
         ({"lr": float("nan")}, "lr=nan must not"),
         ({"lr": torch.ones(2)}, r"Tensor lr must be 1-element, but it has shape \(2,\)"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"scale": "norm"}, "scale='norm' is not one of rms, spectral"),
         ({"workspace": 0}, "workspace=0 must be a positive"),
         ({"kernel": "cuda"}, "kernel='cuda' is not"),
         ({"adam_multiplier": -1}, "adam_multiplier=-1"),

@@ -1,7 +1,8 @@
 """`celo2 run`, `sweep`, `report`, `plot` and `try`: training runs, and what they show."""
 
 import json as jsonlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from celo2.evaluate.comparison import (
 from celo2.evaluate.comparison import pack as write_packed
 from celo2.evaluate.config import find_task, resolve
 from celo2.evaluate.recipe import choose, count_all_runs, split_label
-from celo2.evaluate.sweeps import share_sweep
+from celo2.evaluate.sweeps import make_rules, share_sweep
 from celo2.runs.fields import search_working_directory, to_fields
 from celo2.runs.folder import RunFolder, locked
 from celo2.runs.processes import (
@@ -119,9 +120,9 @@ def sweep(
 ) -> int:
     """Make the runs of a recipe and a page that compares them.
 
-    Finished runs are skipped, broken ones resumed; the page is report.html in their folder.
-    Ctrl-C and SIGTERM save first. A run that diverges or fails does not stop the others; if one
-    failed, the exit status is 1.
+    Rules that the recipe trains are made first. Finished runs are skipped, broken ones resumed; the
+    page is report.html in their folder. Ctrl-C and SIGTERM save first. A run that diverges or
+    fails does not stop the others; if one failed, the exit status is 1.
 
     Args:
         recipe: a TOML file, such as recipes/quick.toml.
@@ -140,7 +141,7 @@ def sweep(
         launch: processes and devices of that mesh.
     """
     search_working_directory()
-    plan = choose(read_recipe(recipe, dict(map(split_label, also))), only)
+    plan = choose(read_recipe(recipe, dict(map(split_label, also)), out), only)
     for warning in plan.warnings():
         say(f"warning: {warning}")
     if dry_run:
@@ -164,20 +165,36 @@ def sweep(
             same += ["--only", *only] if only else []
             failed = share_sweep(same, accelerators or ("",) * jobs, len(plan.runs), asked)
         else:
-            made = run_sweep(
-                plan,
-                folder,
-                data=data,
-                mesh=start_mesh(mesh, launch),
-                first=first % len(plan.runs),
-                part=bool(only),
-                stop=asked,
-            )
-            outcomes = list(show_outcomes(made, count_all_runs(plan)))
-            failed = any(run.error is not None for run in outcomes)
+            devices = start_mesh(mesh, launch)
+            ready = train_rules(plan, data, first, asked)
+            if ready.runs and not asked():
+                made = run_sweep(
+                    ready,
+                    folder,
+                    data=data,
+                    mesh=devices,
+                    first=first % len(ready.runs),
+                    part=bool(only),
+                    stop=asked,
+                )
+                outcomes = list(show_outcomes(made, count_all_runs(ready)))
+            failed = ready != plan or any(run.error is not None for run in outcomes)
     if is_primary():
         show_comparison(folder, outcomes, only, report)
     return asked.status or int(failed)
+
+
+def train_rules(plan: Recipe, data: str | None, first: int, stop: Callable[[], bool]) -> Recipe:
+    """Makes the rules that the recipe trains; gives the recipe without runs that have none."""
+    begin = first * len(plan.rules) // len(plan.runs)
+    there = set()
+    for count, made in enumerate(make_rules(plan.rules, data=data, first=begin, stop=stop), 1):
+        if made.error is None:
+            there.add(str(made.rule.file))
+        if is_primary():
+            say(f"rule {count} of {len(plan.rules)} {made.rule.file}: {made.error or 'is there'}")
+    missing = {str(rule.file) for rule in plan.rules} - there
+    return replace(plan, runs=tuple(c for c in plan.runs if c.optimizer not in missing))
 
 
 def show_comparison(
@@ -221,6 +238,8 @@ def show_plan(plan: Recipe) -> None:
     """Prints the recipe's texts, how many runs it has, and each optimizer's run on each task."""
     for name, text in plan.texts.items():
         print(f"{name:<16} {text}")
+    for folder, rule in {rule.folder: rule for rule in plan.rules}.items():
+        print(f"{'rule':<16} {folder}: {rule.config.iterations:,} iterations of meta-training")
     for task, counts in plan.budgets().items():
         runs = ", ".join(f"{label} {count}" for label, count in counts.items())
         print(f"{'runs':<16} {task}: {runs}")
@@ -300,7 +319,8 @@ def plot(run: str, out: str | None = None) -> None:
     """Draw a meta-training run or a sweep, whichever the folder holds; only records are read.
 
     Of a meta-training run: meta-loss, held-out problems, the rule's first layer. Of a sweep, for
-    each task: curves, learning rates, RMS of updates and of parameters.
+    each task: curves, learning rates, all settings, RMS of updates and of parameters; one figure
+    for tasks that differ in size, and one with intervals where there are several seeds.
 
     Args:
         run: the folder of the run, or of the sweep's runs.

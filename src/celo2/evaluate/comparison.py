@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from celo2.evaluate.config import RunConfig, config_from_fields, find_task, resolve, run_name
 from celo2.evaluate.optimizers import digest_rule, load_rule
@@ -20,6 +22,8 @@ State = Literal["waiting", "stopped", "finished", "diverged", "failed"]
 INDEX = "sweep.json"
 KIND = "sweep"  # of a packed sweep's first row
 TRAIN_ROWS = 16  # kept of each run in a packed sweep
+RESAMPLES = 10_000  # of a bootstrap
+LEVEL = 0.95  # of its intervals
 BASELINE = "adamw"
 NONE = "–"
 
@@ -264,6 +268,46 @@ def score_range(runs: Iterable[Outcome]) -> ScoreRange | None:
     if not found:
         return None
     return ScoreRange(math.fsum(found) / len(found), min(found), max(found), len(found))
+
+
+class Interval(NamedTuple):
+    """A statistic of scores, and where it lies with a probability of LEVEL."""
+
+    value: float
+    low: float
+    high: float
+
+
+Statistic = Callable[[np.ndarray], np.ndarray]  # over the last axis
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """The mean of the middle half, over the last axis.
+
+    >>> float(interquartile_mean(np.array([0.0, 3.0, 5.0, 100.0])))
+    4.0
+    """
+    cut = scores.shape[-1] // 4
+    return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
+
+
+def mean(scores: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    return scores.mean(-1)
+
+
+def bootstrap(strata: Sequence[Sequence[float]], statistic: Statistic = mean) -> Interval:
+    """A statistic over the scores of all strata, with its percentile interval.
+
+    A stratum is a task; its seeds are drawn again among themselves, as rliable does (Agarwal et
+    al., 2021), so that tasks of unlike scores do not widen the interval. Equal scores, equal
+    intervals.
+    """
+    random = np.random.default_rng(0)
+    drawn = [random.choice(np.asarray(s, float), (RESAMPLES, len(s))) for s in strata]
+    ends = np.quantile(statistic(np.hstack(drawn)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value = statistic(np.concatenate([np.asarray(s, float) for s in strata]))
+    return Interval(float(value), *map(float, ends))
 
 
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:

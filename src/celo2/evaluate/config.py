@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from celo2.routing import Scale
 from celo2.rule import ADAM_MULTIPLIER
 from celo2.runs.checkpoint import digest_json
 from celo2.runs.fields import import_function, replace_fields, to_fields
@@ -91,7 +92,7 @@ def uses_lstm(optimizer: str) -> bool:
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]
 # Fields that older names know nothing of: at these values they name the same run.
-LATER = {"remat": False}
+LATER = {"remat": False, "scale": "rms"}
 EVALUATIONS = 10  # in a run, unless evaluate_every says otherwise
 
 
@@ -118,6 +119,8 @@ class RunConfig:
         clip: the global norm above which gradients are scaled down; None never does.
         adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
             `learning_rate`; by default 5 for rules, 1 for Muon and for celo2-rms0.2.
+        scale: what the rule's updates have alike for matrices of all sizes, their RMS or their
+            singular values; see celo2.jax.celo2.
         b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
         precision: of the model's arithmetic; parameters and optimizer stay float32.
         remat: compute activations again in the backward pass rather than keep them all; for
@@ -142,6 +145,7 @@ class RunConfig:
     warmup: float = 0.05
     clip: float | None = None
     adam_multiplier: float | None = None
+    scale: Scale = "rms"
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -154,7 +158,7 @@ class RunConfig:
     text: str | None = None
 
     def __post_init__(self):
-        for name, kind in (("schedule", Schedule), ("precision", Precision)):
+        for name, kind in (("schedule", Schedule), ("precision", Precision), ("scale", Scale)):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")

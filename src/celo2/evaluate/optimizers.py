@@ -137,6 +137,7 @@ def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.Gra
         rule=rule,
         weight_decay=config.weight_decay,
         rms_scale=variant.rms_scale,
+        scale=config.scale,
         adam_learning_rate=_times(multiplier, schedule),
         adam_b1=config.b1,
         adam_b2=config.b2,

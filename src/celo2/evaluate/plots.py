@@ -1,10 +1,13 @@
 """A sweep's figures, drawn from its records alone."""
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -17,9 +20,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from celo2.evaluate.comparison import (
     Entry,
+    Interval,
     Point,
     Sweep,
+    baseline_of,
     best_curve,
+    bootstrap,
+    interquartile_mean,
     metric_of,
     read_sweep,
     sensitivity,
@@ -35,6 +42,8 @@ LOG_RATIO = 10.0  # of the highest to the lowest score, from which their axis is
 TICKS = ((10.0, (1.0, 2.0, 3.0, 5.0)), (300.0, (1.0, 2.0, 5.0)), (math.inf, (1.0,)))
 DPI = 150
 LEGEND_WIDTH = 72  # letters in a row of a legend; a line or mark takes four
+COLUMNS = 3  # of panels
+SEEDS = 3  # of an optimizer, from which an interval says something
 
 Draw = Callable[[Sweep, str], Figure]
 
@@ -42,18 +51,30 @@ Draw = Callable[[Sweep, str], Figure]
 def plot_sweep(folder: str | PathLike, out: str | PathLike | None = None) -> list[Path]:
     """Draws every task of a sweep as `TASK_FIGURE.png`, and gives the files.
 
-    They are in the folder `figures` of the sweep's own, or beside its packed file, by default.
+    Tasks that differ in a number, such as widths, have a figure together, and so have all that
+    were run with several seeds. The files are in the folder `figures` of the sweep's own, or
+    beside its packed file, by default.
     """
     sweep = read_sweep(folder)
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     target = home / "figures" if out is None else Path(out)
     target.mkdir(parents=True, exist_ok=True)
     paths = []
+    for name, figure in _figures(sweep):
+        paths.append(target / f"{name}.png")
+        FigureCanvasAgg(figure).print_figure(paths[-1], dpi=DPI)
+    return paths
+
+
+def _figures(sweep: Sweep) -> Iterator[tuple[str, Figure]]:
     for task in sweep.tasks:
         for name, draw in FIGURES.items():
-            paths.append(target / f"{task}_{name}.png")
-            FigureCanvasAgg(draw(sweep, task)).print_figure(paths[-1], dpi=DPI)
-    return paths
+            yield f"{task}_{name}", draw(sweep, task)
+    for tasks in sizes_of(sweep):
+        start = os.path.commonprefix(tasks).rstrip("-.0123456789")
+        yield f"{start}_sizes", draw_sizes(sweep, tasks)
+    if any(len(_scores(entry)) >= SEEDS for entries in sweep.tasks.values() for entry in entries):
+        yield "intervals", draw_intervals(sweep)
 
 
 def write_svg(figure: Figure, file) -> None:
@@ -106,7 +127,7 @@ def draw_rates(sweep: Sweep, task: str) -> Figure:
     axes.set_xscale("log")
     if rates:
         _plain(axes.xaxis, rates)
-    if scores and min(scores) > 0 and max(scores) > LOG_RATIO * min(scores):
+    if _spans_decades(scores):
         axes.set_yscale("log")
         _plain(axes.yaxis, scores)
     _add_legend(figure, axes)
@@ -140,9 +161,172 @@ def draw_rms(sweep: Sweep, task: str, *, field: str, title: str) -> Figure:
     return figure
 
 
+def draw_settings(sweep: Sweep, task: str) -> Figure:
+    """Parallel coordinates: each run as a line through its rate, decay, seed and final score.
+
+    What is the same in all runs has no axis. Dark lines end best; dashed ones diverged, and end
+    above the others.
+    """
+    entries = sweep.tasks[task]
+    metric, higher = metric_of(entries[0])
+    runs = [run for entry in entries for run in entry.runs if run.end is not None]
+    scales = [
+        _Scale("rate", [math.log(run.config.learning_rate) for run in runs], math.exp),
+        _Scale.of_places("decay", [run.config.weight_decay for run in runs]),
+        _Scale.of_places("seed", [float(run.config.seed) for run in runs]),
+    ]
+    scales = [scale for scale in scales if len(set(scale.values)) > 1]
+    scores = [run.score for run in runs if run.score is not None]
+    log = _spans_decades(scores)
+    last = _Scale(metric, [math.log(x) if log else x for x in scores] or [0.0])
+    last = last._replace(show=math.exp if log else float)
+    figure, panels = _panels([entry.label for entry in entries])
+    for axes, entry in zip(panels, entries, strict=True):
+        mine = [i for i, run in enumerate(runs) if run.config.label == entry.label]
+        for i in mine:
+            heights = [scale.height(scale.values[i]) for scale in scales]
+            score = runs[i].score
+            place = 1.08 if score is None else last.height(math.log(score) if log else score)
+            dark = 0.0 if score is None else 1 - place if not higher else place
+            axes.plot(
+                [*heights, place],
+                "--" if score is None else "-",
+                color=matplotlib.colormaps["viridis_r"](dark),
+                linewidth=1 + dark,
+                alpha=0.8,
+                zorder=2 + dark,
+            )
+        _add_scales(axes, [*scales, last])
+    return figure
+
+
+class _Scale(NamedTuple):
+    """One vertical axis of parallel coordinates: the values of all runs, and how one is shown."""
+
+    name: str
+    values: Sequence[float]
+    show: Callable[[float], float] = float
+
+    @classmethod
+    def of_places(cls, name: str, values: Sequence[float]) -> "_Scale":
+        """Values at equal distances, whatever they are."""
+        known = sorted(set(values))
+        return cls(name, [float(known.index(v)) for v in values], lambda i: known[round(i)])
+
+    def height(self, value: float) -> float:
+        low, high = min(self.values), max(self.values)
+        return 0.5 if low == high else (value - low) / (high - low)
+
+
+def _add_scales(axes: Axes, scales: Sequence[_Scale]) -> None:
+    for x, scale in enumerate(scales):
+        axes.axvline(x, color="grey", linewidth=0.8, zorder=1)
+        known = sorted(set(scale.values))
+        for value in known if len(known) <= 8 else (known[0], known[-1]):
+            text = f"{scale.show(value):.3g}"
+            side = "left" if scale is scales[-1] else "right"
+            axes.text(x, scale.height(value), f" {text} ", ha=side, va="center", fontsize=7)
+    axes.set_xticks(range(len(scales)), [_text(scale.name) for scale in scales])
+    axes.set_yticks([])
+    axes.set_ylim(-0.05, 1.12)
+    axes.set_xlim(-0.5, len(scales) - 0.5)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+
+
+def sizes_of(sweep: Sweep) -> list[list[str]]:
+    """The tasks of a sweep whose names differ in a number only, by that number."""
+    groups: dict[str, list[str]] = {}
+    for task in sweep.tasks:
+        groups.setdefault(re.sub(r"\d+(\.\d+)?", "#", task), []).append(task)
+    return [sorted(tasks, key=_numbers) for tasks in groups.values() if len(tasks) > 1]
+
+
+def _numbers(task: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", task)]
+
+
+def draw_sizes(sweep: Sweep, tasks: Sequence[str]) -> Figure:
+    """The final score against the learning rate, one line for each size, the best marked."""
+    labels = list(dict.fromkeys(entry.label for task in tasks for entry in sweep.tasks[task]))
+    metric, higher = metric_of(sweep.tasks[tasks[0]][0])
+    figure, panels = _panels(labels)
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.9, 0, len(tasks)))
+    for axes, label in zip(panels, labels, strict=True):
+        rates = []
+        for task, shade in zip(tasks, shades, strict=True):
+            entry = next((entry for entry in sweep.tasks[task] if entry.label == label), None)
+            found = [] if entry is None else sensitivity(entry)
+            points = [(rate, score) for rate, score in found if score is not None]
+            rates += [rate for rate, _ in points]
+            axes.plot(*_columns(points), "o-", color=shade, markersize=3, label=_text(task))
+            if points:
+                best = (max if higher else min)(points, key=lambda point: point[1])
+                axes.plot(*best, "*", color=shade, markersize=11)
+        axes.set_xscale("log")
+        if rates:
+            _plain(axes.xaxis, rates)
+        axes.set_xlabel("learning rate")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.sharey(panels[0])
+    panels[0].set_ylabel(_text(metric))
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def draw_intervals(sweep: Sweep) -> Figure:
+    """The mean score of each optimizer's seeds on each task, with bootstrap intervals.
+
+    A last panel has the interquartile mean over all tasks of the scores over AdamW's mean, where
+    all have several seeds.
+    """
+    panels_of = {
+        f"{task}, {metric_of(entries[0])[0]}": {
+            entry.label: bootstrap([_scores(entry)]) for entry in entries if _scores(entry)
+        }
+        for task, entries in sweep.tasks.items()
+    }
+    if together := _aggregate(sweep):
+        panels_of["all tasks, IQM over AdamW's mean"] = together
+    figure, panels = _panels(list(panels_of))
+    for axes, found in zip(panels, panels_of.values(), strict=True):
+        for place, (label, interval) in enumerate(reversed(found.items())):
+            color, marker = _style_of(sweep, label)
+            ends = [interval.low, interval.high]
+            axes.plot(ends, [place, place], color=color, linewidth=5, alpha=0.4)
+            axes.plot(interval.value, place, marker, color=color)
+        axes.set_yticks(range(len(found)), [_text(label) for label in reversed(found)], fontsize=8)
+        axes.set_ylim(-0.6, len(found) - 0.4)
+        axes.grid(alpha=0.3, axis="x")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _aggregate(sweep: Sweep) -> dict[str, Interval]:
+    """By label, over the tasks; empty unless every task has all optimizers and a baseline."""
+    strata: dict[str, list[list[float]]] = {}
+    for entries in sweep.tasks.values():
+        baseline = baseline_of(entries)
+        if baseline is None:
+            return {}
+        unit = float(np.mean(_scores(baseline)))
+        for entry in entries:
+            strata.setdefault(entry.label, []).append([x / unit for x in _scores(entry)])
+    enough = all(len(seeds) >= SEEDS for found in strata.values() for seeds in found)
+    if len(sweep.tasks) < 2 or not enough or len({len(found) for found in strata.values()}) > 1:
+        return {}
+    return {label: bootstrap(found, interquartile_mean) for label, found in strata.items()}
+
+
+def _scores(entry: Entry) -> list[float]:
+    return [run.score for run in entry.seeds if run.score is not None]
+
+
 FIGURES: dict[str, Draw] = {
     "curves": draw_curves,
     "rates": draw_rates,
+    "settings": draw_settings,
     "update_rms": partial(draw_rms, field="update_rms", title="RMS of updates"),
     "param_rms": partial(draw_rms, field="param_rms", title="RMS of parameters"),
 }
@@ -161,9 +345,13 @@ def thin(points: Sequence[Point], bins: int = BINS) -> list[Point]:
 
 
 def _style(sweep: Sweep, entry: Entry) -> tuple[str, str]:
+    return _style_of(sweep, entry.label)
+
+
+def _style_of(sweep: Sweep, label: str) -> tuple[str, str]:
     """Colour and marker; an optimizer has the same on every task."""
     labels = list(dict.fromkeys(e.label for entries in sweep.tasks.values() for e in entries))
-    place = labels.index(entry.label)
+    place = labels.index(label)
     return COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]
 
 
@@ -174,6 +362,24 @@ def _new_figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     axes.set_xlabel(_text(x))
     axes.set_ylabel(_text(y))
     return figure, axes
+
+
+def _spans_decades(scores: Sequence[float]) -> bool:
+    """Whether their axis should be logarithmic."""
+    return bool(scores) and min(scores) > 0 and max(scores) > LOG_RATIO * min(scores)
+
+
+def _panels(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each title, in rows."""
+    columns = min(COLUMNS, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(1 + 3 * columns, 0.4 + 2.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[len(titles) :]:
+        axes.remove()
+    for axes, title in zip(panels, titles, strict=False):
+        axes.set_title(_text(title), fontsize=10)
+    return figure, panels[: len(titles)]
 
 
 def _focus(axes: Axes, points: Sequence[Point], higher: bool) -> None:

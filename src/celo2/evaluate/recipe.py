@@ -21,26 +21,43 @@
     [optimizers.celo2.tasks.text-tiny]                        # on one task only
     learning_rates = [2e-3, 4e-3]
 
+    [meta_train]            # for rules that the recipe trains itself, before its runs:
+    preset = "celo2-base"   # the config to start from, and fields of MetaConfig for all of them
+    iterations = 5000
+
+    [optimizers.wide]       # one that uses such a rule; equal ones are trained once
+    meta_train = { rule = { hidden = [32, 32] } }             # fields of its own
+    at_test = { orthogonalize = true }                        # of the rule, changed afterwards
+    learning_rates = [1e-3, 2e-3]
+
 Fields of an optimizer on a task override those of the optimizer, these those of the task, and these
 those of [run].
 """
 
 import itertools
 import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from celo2.evaluate.config import RunConfig, config_from_fields, resolve, uses_lstm
+from celo2.metatrain.config import PRESETS, MetaConfig, from_fields
+from celo2.metatrain.loop import RULE
+from celo2.rule import RuleConfig
+from celo2.runs.checkpoint import digest_json
+from celo2.runs.fields import differences, replace_fields
 from celo2.runs.records import Row
 
 TEXTS = ("command", "cost", "expect")
-KEYS = (*TEXTS, "seeds", "final_seeds", "run", "tasks", "optimizers")
+KEYS = (*TEXTS, "seeds", "final_seeds", "run", "meta_train", "tasks", "optimizers")
+RULES = "rules"  # in a sweep's folder, the rules that it trains
+NAME_LENGTH = 80  # of a rule's folder
 MODEL = "celo2"  # whose learning rates further rules are given
 AS_PUBLISHED = {"learning_rate": 1e-3, "weight_decay": 0.0}  # VeLO and Celo
 NAMED_ELSEWHERE = {
@@ -48,7 +65,22 @@ NAMED_ELSEWHERE = {
     "label": "a label is the name of its table, [optimizers.LABEL]",
     "seed": "seeds are given at the top, as seeds and final_seeds",
 }
-OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", "tasks")
+TRAINED = ("meta_train", "at_test")
+OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", "tasks", *TRAINED)
+
+
+class TrainedRule(NamedTuple):
+    """A rule that a recipe meta-trains before its runs, and what they compute with its weights."""
+
+    folder: Path  # of the meta-training run, which equal configs share
+    config: MetaConfig
+    used: RuleConfig
+
+    @property
+    def file(self) -> Path:
+        """What the runs load."""
+        changes = differences(self.used, self.config.rule)
+        return self.folder / (f"{_name('at-test', changes)}.safetensors" if changes else RULE)
 
 
 @dataclass(frozen=True)
@@ -59,6 +91,7 @@ class Recipe:
     runs: tuple[RunConfig, ...]
     final_seeds: tuple[int, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)  # command, cost, expect
+    rules: tuple[TrainedRule, ...] = ()  # to be trained first
 
     def finals(self, best: Sequence[RunConfig]) -> tuple[RunConfig, ...]:
         """These runs with every final seed."""
@@ -91,8 +124,12 @@ class Recipe:
         ]
 
 
-def read_recipe(path: str | Path, also: Mapping[str, str] | None = None) -> Recipe:
+def read_recipe(
+    path: str | Path, also: Mapping[str, str] | None = None, out: str | Path | None = None
+) -> Recipe:
     """The recipe in a TOML file; a ValueError names what is wrong in it.
+
+    `out` is the folder of its sweep, where the rules that it trains are; runs/NAME by default.
 
     `also` maps labels of further rows to their rules: each is tuned as the recipe tunes celo2.
     A rule for VeLO or Celo has the label `velo` or `celo`, or is given as `velo=FILE`, and is not
@@ -100,12 +137,12 @@ def read_recipe(path: str | Path, also: Mapping[str, str] | None = None) -> Reci
     """
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
-        return parse_recipe(_with_rules(content, also or {}), Path(path).stem)
+        return parse_recipe(_with_rules(content, also or {}), Path(path).stem, out)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
+def parse_recipe(content: Mapping[str, Any], name: str, out: str | Path | None = None) -> Recipe:
     """The recipe that a TOML file's content means."""
     for key in content:
         if key not in KEYS:
@@ -115,7 +152,9 @@ def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
             raise ValueError(f"there is no table [{key}.NAME]: a recipe needs one or more.")
         for entry, table in content[key].items():
             _check_table(f"{key}.{entry}", table)
-    _check_table("run", content.get("run", {}))
+    for key in ("run", "meta_train"):
+        _check_table(key, content.get(key, {}), NAMED_ELSEWHERE if key == "run" else {})
+    rules = _trained_rules(content, Path(out or Path("runs") / name) / RULES)
     seeds = _seeds(content, "seeds") or (0,)
     runs = []
     for (task, on_task), (label, wish) in itertools.product(
@@ -124,6 +163,8 @@ def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
         where = f"optimizers.{label} on {task}"
         _check_tasks(label, wish, content["tasks"])
         mine = {key: value for key, value in wish.items() if key != "tasks"}
+        if label in rules:
+            mine["optimizer"] = str(rules[label].file)
         here = wish.get("tasks", {}).get(task, {})
         base = _merge({"optimizer": label}, content.get("run", {}), on_task, mine, here)
         for rate, decay, seed in itertools.product(*_grid(base, where), seeds):
@@ -135,7 +176,53 @@ def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
     texts = {key: str(content[key]).strip() for key in TEXTS if key in content}
-    return Recipe(name, tuple(dict.fromkeys(runs)), _seeds(content, "final_seeds"), texts)
+    finals = _seeds(content, "final_seeds")
+    return Recipe(name, unique(runs), finals, texts, unique(rules.values()))
+
+
+def _trained_rules(content: Mapping[str, Any], folder: Path) -> dict[str, TrainedRule]:
+    """The rule of each optimizer that has a [meta_train] table, by label."""
+    shared = dict(content.get("meta_train", {}))
+    preset = shared.pop("preset", "celo2")
+    if preset not in PRESETS:
+        raise ValueError(f"meta_train.preset={preset!r} is not one of {', '.join(PRESETS)}.")
+    found = {}
+    for label, wish in content["optimizers"].items():
+        if not set(TRAINED) & set(wish):
+            continue
+        if "meta_train" not in wish or "optimizer" in wish:
+            given = sorted({*TRAINED, "optimizer"} & set(wish))
+            raise ValueError(
+                f"optimizers.{label} has {' and '.join(given)}: "
+                "a rule that is trained here has meta_train, perhaps at_test, and no optimizer."
+            )
+        for key in TRAINED:
+            _check_table(f"optimizers.{label}.{key}", wish.get(key, {}), {})
+        try:
+            usual = from_fields(shared, PRESETS[preset])
+            config = from_fields(wish["meta_train"], usual)
+            used = replace_fields(config.rule, wish.get("at_test", {}), "at_test.")
+        except ValueError as error:
+            raise ValueError(f"optimizers.{label}.meta_train: {error}") from error
+        place = folder / _name(preset, differences(config, usual))
+        found[label] = TrainedRule(place, config, used)
+    return found
+
+
+def _name(first: str, changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """A file's name that says what is changed.
+
+    >>> _name("celo2", {"rule.hidden": ([4, 4], [8, 8])})
+    'celo2_hidden-4-4'
+    """
+    parts = [f"{name.rpartition('.')[2]}-{value}" for name, (value, _) in changes.items()]
+    name = "_".join([first, *(re.sub(r"[^\w.]+", "-", part).strip("-") for part in parts)])
+    return name if len(name) <= NAME_LENGTH else f"{first}_{digest_json(changes)[:8]}"
+
+
+def unique(found: Iterable[Any]) -> tuple:
+    """Each once, in their order."""
+    return tuple(dict.fromkeys(found))
 
 
 def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
@@ -145,7 +232,10 @@ def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
         if label not in known:
             raise ValueError(f"{label!r} is not one of {', '.join(known)}.")
     chosen = labels or known
-    return replace(recipe, runs=tuple(c for c in recipe.runs if c.label in chosen))
+    runs = tuple(c for c in recipe.runs if c.label in chosen)
+    files = {c.optimizer for c in runs}
+    rules = tuple(rule for rule in recipe.rules if str(rule.file) in files)
+    return replace(recipe, runs=runs, rules=rules)
 
 
 def split_label(text: str) -> tuple[str, str]:
@@ -200,12 +290,12 @@ def _check_tasks(label: str, wish: Mapping[str, Any], tasks: Mapping[str, Any]) 
         _check_table(f"optimizers.{label}.tasks.{task}", table)
 
 
-def _check_table(name: str, table: Any) -> None:
+def _check_table(name: str, table: Any, elsewhere: Mapping[str, str] = NAMED_ELSEWHERE) -> None:
     if not isinstance(table, Mapping) or not isinstance(table.get("tasks", {}), Mapping):
         raise ValueError(f"{name} is not a table: write [{name}] and its fields below.")
-    for key in NAMED_ELSEWHERE:
+    for key in elsewhere:
         if key in table:
-            raise ValueError(f"{key} in [{name}]: {NAMED_ELSEWHERE[key]}.")
+            raise ValueError(f"{key} in [{name}]: {elsewhere[key]}.")
 
 
 def _merge(*levels: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from celo2.runs.records import Row
 TITLES = {
     "curves": "Best setting of each: training as a line, validation as points",
     "rates": "Learning-rate sensitivity",
+    "settings": "Every run: what was varied, and where it ended; dashed lines diverged",
     "update_rms": "RMS of updates, learning rate included",
     "param_rms": "RMS of parameters",
 }

@@ -1,7 +1,7 @@
 """The runs of a recipe, made one after the other, or by several processes that share them.
 
 Several processes may sweep the same folder, also from several machines that share it: each run
-is locked by who makes it, and the others take the next.
+is locked by who makes it, and the others take the next. So is each rule that a recipe trains.
 """
 
 import json
@@ -11,18 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from celo2.evaluate.comparison import INDEX, Outcome, compare, name_of, read_index, read_outcome
 from celo2.evaluate.config import RunConfig
-from celo2.evaluate.recipe import Recipe
+from celo2.evaluate.recipe import Recipe, TrainedRule
 from celo2.evaluate.training import run
-from celo2.rulefile import write_whole
+from celo2.metatrain.loop import RULE, metatrain
+from celo2.rulefile import load, save, write_whole
 from celo2.runs import records
+from celo2.runs.engine import Diverged
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunTaken
 from celo2.runs.processes import Asked, cores, is_primary, some_process
@@ -30,6 +33,76 @@ from celo2.runs.processes import Asked, cores, is_primary, some_process
 POLL_SECONDS = 0.5
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
 Stop = Callable[[], bool]
+
+
+class MadeRule(NamedTuple):
+    """A rule that is there, or why it is not."""
+
+    rule: TrainedRule
+    error: str | None = None
+
+
+def make_rules(
+    rules: Sequence[TrainedRule],
+    *,
+    data: str | PathLike | None = None,
+    first: int = 0,
+    stop: Stop = lambda: False,
+) -> Iterator[MadeRule]:
+    """Meta-trains a recipe's rules and yields each when it is there.
+
+    Rules that are there are left alone, broken runs resumed; one that diverges does not stop the
+    others.
+
+    Args:
+        rules: what to train.
+        data: folder of the image sets; by default CELO2_DATA, else the cache folder.
+        first: the rule to begin with; processes that share a sweep begin at different ones.
+        stop: asked now and then; True saves the run under way and ends.
+    """
+    waiting = [*rules[first:], *rules[:first]]
+    while waiting:
+        taken = []
+        for rule in waiting:
+            if some_process(stop())[0]:
+                return
+            try:
+                made = _make_rule(rule, data, stop)
+            except RunTaken:
+                taken.append(rule)
+                continue
+            except Diverged as error:
+                yield MadeRule(rule, str(error))
+                continue
+            if not made:  # it was stopped
+                return
+            yield MadeRule(rule)
+        waiting = taken
+        if waiting:  # others are at work on these
+            time.sleep(POLL_SECONDS)
+
+
+def _make_rule(rule: TrainedRule, data: str | PathLike | None, stop: Stop) -> bool:
+    """Whether the rule is there, as its runs use it."""
+    if not _is_trained(rule):
+        for _ in metatrain(rule.config, rule.folder, data=data, resume=True, stop=stop):
+            pass
+        some_process(False)  # all wait until the first has written the rule
+    trained = _is_trained(rule)
+    if trained and rule.used != rule.config.rule and is_primary():
+        save(replace(load(rule.folder / RULE), config=rule.used), rule.file)
+    some_process(False)
+    return trained
+
+
+def _is_trained(rule: TrainedRule) -> bool:
+    """Whether the rule's file is that of the whole run."""
+    try:
+        origin = load(rule.folder / RULE).origin
+    except FileNotFoundError:
+        return False
+    whole = origin.get("iterations") == rule.config.iterations
+    return whole and origin.get("config") == to_fields(rule.config)
 
 
 def sweep(

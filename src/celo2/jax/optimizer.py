@@ -44,9 +44,12 @@ from celo2.routing import (
     MatrixView,
     Overrides,
     Route,
+    Scale,
     axes_of,
     check_overrides,
+    check_scale,
     route,
+    scale_factor,
 )
 from celo2.rule import ADAM_GRADIENT_LIMIT, ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.rulefile import as_rule
@@ -284,6 +287,7 @@ def celo2(
     weight_decay: float | Array = 0.0,
     weight_decay_mask: Mask | None = None,
     rms_scale: float | Array = 1.0,
+    scale: Scale = "rms",
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
     adam_b2: float = 0.95,
@@ -309,6 +313,8 @@ def celo2(
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         weight_decay_mask: a tree of booleans, or a function of the params that returns one.
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
+        scale: "rms" gives the updates of all matrices one RMS; "spectral" multiplies them by
+            √(128 / in), which makes singular values proportional to √max(1, out / in).
         adam_learning_rate: AdamW's rate or schedule; 5 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
@@ -332,6 +338,7 @@ def celo2(
         >>> params = optax.apply_updates(params, updates)
     """
     rule = as_rule(rule)
+    check_scale(scale)
     skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
     on_views = _rule_on_views(
         rule,
@@ -341,8 +348,7 @@ def celo2(
         newton_schulz_dtype=newton_schulz_dtype,
         kernel=kernel,
     )
-    rule_scaling = (
-        optax.scale(rms_scale),
+    descent = (
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -362,7 +368,7 @@ def celo2(
         views = [route.view for route in routes if route.updater == "rule"]
         labels = jax.tree.structure(tree).unflatten([route.updater for route in routes])
         branches: dict[Hashable, optax.GradientTransformation] = {
-            "rule": optax.chain(on_views(views), *rule_scaling),
+            "rule": optax.chain(on_views(views), _rescale(rms_scale, scale, views), *descent),
             "adam": adam_branch,
         }
         # In a function: the tree itself may be callable, an equinox module for one.
@@ -398,6 +404,23 @@ def celo2_base(
 
 # Spelt out for `optax.inject_hyperparams` and for help(), which both read the signature.
 celo2_base.__signature__ = inspect.signature(functools.partial(celo2, rule="celo2-base"))
+
+
+def _rescale(
+    rms_scale: float | Array, scale: Scale, views: list[MatrixView]
+) -> optax.GradientTransformation:
+    """Multiplies the updates of tensors with these views, in the order of leaves."""
+
+    def update(updates, state, params=None):
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        scaled = [
+            rms_scale * scale_factor(scale, view, leaf.shape) * leaf
+            for view, leaf in zip(views, leaves, strict=True)
+        ]
+        return treedef.unflatten(scaled), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _times(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:

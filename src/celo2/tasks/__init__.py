@@ -199,6 +199,8 @@ TASKS: dict[str, TaskSpec] = {
     "lm-0.8m": _text_spec("0.8m", steps=400, batch=8),
     "lm-1m": _text_spec("1m", steps=300, batch=8),
     "lm-3m": _text_spec("3m", steps=150, batch=4),
+    "lm-10m": _text_spec("10m", steps=30, batch=4),
+    **{f"lm-width-{w}": _text_spec(f"width-{w}", 300, batch=8) for w in (64, 128, 256, 512)},
     # The paper's, with its number of tokens: 20 for each parameter, 10 for the largest.
     "lm30m": _text_spec("lm30m", steps=4_578, batch=256),
     "gpt2": _text_spec("gpt2", steps=4_730, batch=512),

@@ -377,6 +377,9 @@ LANGUAGE_MODELS = {
     "0.8m": LMConfig(128, 4, 64, 128),
     "1m": LMConfig(128, 5, 64, 128),
     "3m": LMConfig(192, 6, 64, 256),
+    "10m": LMConfig(320, 8, 64, 256),
+    # Of one depth, to see what changes with the width.
+    **{f"width-{width}": LMConfig(width, 3, 32, 64) for width in (64, 128, 256, 512)},
     # The paper's three.
     "lm30m": LMConfig(384, 6, 128, 512, GPT2_VOCAB),
     "gpt2": LMConfig(768, 12, 128, 1024, GPT2_VOCAB),

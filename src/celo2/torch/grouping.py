@@ -48,14 +48,15 @@ class Member(NamedTuple):
     grad: Tensor
     state: dict[str, Tensor]
     frame: Any = None  # a Frame, where the rule moves it
+    factor: float = 1.0  # on an update of the rule
 
 
 def _equal(members: list[Member], foreach: bool | None) -> Iterable[list[Member]]:
     """Members that can be stepped together."""
     kinds: dict[Any, list[Member]] = {}
-    for i, (param, grad, state, frame) in enumerate(members):
+    for i, (param, grad, state, frame, factor) in enumerate(members):
         dtypes = param.dtype, grad.dtype, *(x.dtype for x in state.values())
-        kind = frame or local(param).shape, param.device, dtypes
+        kind = frame or local(param).shape, factor, param.device, dtypes
         kinds.setdefault(i if foreach is False else kind, []).append(members[i])
     return kinds.values()
 
@@ -114,7 +115,8 @@ def _move_stack_by_rule(
         update, running_rms = tensor_update(weights, config, axes, param, grad, moments, plan)
     moments = moments._replace(running_rms=running_rms.where(moving, moments.running_rms))
     store_moments(config, frame, states, moments)
-    descend(group, lr, view, params, update, moving)
+    size = group["rms_scale"] * members[0].factor * lr
+    descend(group, lr, view, params, update.mul_(torch.where(moving, size, 0.0)))
 
 
 def _parts(group: Group, members: list[Member]) -> tuple[list[Tensor], list[Tensor]]:
@@ -136,12 +138,8 @@ def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> An
     return kernel if kernel.can_run(axes, param, *others) else None
 
 
-def descend(
-    group: Group, lr: Rate, view: MatrixView, params: list[Tensor], update: Tensor, moving: Tensor
-) -> None:
-    """Moves parameters by a stack of updates: param ← (1 - lr · decay) param - lr · update."""
-    size = group["rms_scale"] * lr
-    update.mul_(torch.where(moving, size, 0.0))
+def descend(group: Group, lr: Rate, view: MatrixView, params: list[Tensor], update: Tensor) -> None:
+    """Moves parameters by a stack of updates: param ← (1 - lr · decay) param - update."""
     steps = [from_view(own, view, params[0].shape) for own in update.unbind(0)]
     if not group["weight_decay"]:
         torch._foreach_sub_(params, steps)

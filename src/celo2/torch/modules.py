@@ -20,6 +20,7 @@ from celo2.routing import (
     Overrides,
     Route,
     check_overrides,
+    check_scale,
     default_updater,
     find_override,
     is_broadcast_vector,
@@ -289,6 +290,7 @@ def check_settings(group: dict[str, Any]) -> None:
     for name in ("lr", "weight_decay", "rms_scale", "adam_multiplier", "eps"):
         if not isinstance(group[name], Tensor) and not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must not be negative.")
+    check_scale(group["scale"])
     betas = group["betas"]
     if len(betas) != 2 or not all(isinstance(b, Tensor) or 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas} must be two numbers in [0, 1).")

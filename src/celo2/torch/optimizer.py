@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from celo2.routing import Explanation, Overrides, Route
+from celo2.routing import Explanation, Overrides, Route, Scale, scale_factor
 from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.rulefile import as_rule, digest
 from celo2.torch.grouping import (
@@ -66,6 +66,8 @@ class Celo2(torch.optim.Optimizer):
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         rms_scale: a factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
+        scale: "rms" gives the updates of all matrices one RMS; "spectral" multiplies them by
+            √(128 / in), which makes singular values proportional to √max(1, out / in).
         adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
@@ -107,6 +109,7 @@ class Celo2(torch.optim.Optimizer):
         rule: Rule | str | Path | None = None,
         weight_decay: float = 0.0,
         rms_scale: float = 1.0,
+        scale: Scale = "rms",
         adam_multiplier: float = ADAM_MULTIPLIER,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -133,6 +136,7 @@ class Celo2(torch.optim.Optimizer):
             "rule": self._keep(rule or self.default_rule),
             "weight_decay": weight_decay,
             "rms_scale": rms_scale,
+            "scale": scale,
             "adam_multiplier": adam_multiplier,
             "betas": betas,
             "eps": eps,
@@ -226,7 +230,8 @@ class Celo2(torch.optim.Optimizer):
         if not state:
             config = self._rules[group["rule"]].config
             state.update(init_moments(config, frame, param, group["momentum_dtype"]))
-        return Member(param, grad, state, frame)
+        factor = scale_factor(group["scale"], route.view, tuple(param.shape))
+        return Member(param, grad, state, frame, factor)
 
     def _move_by_rule(
         self, group: dict[str, Any], lr: float | Tensor, members: list[Member]
