@@ -72,7 +72,7 @@ def split_first_layer(config: RuleConfig, kernel: Array, matrix: bool) -> list[A
 
 
 def factored_scales(axes: Axes, rows: Array, cols: Array) -> list[tuple[Array, ...]]:
-    """For each decay the factors whose product approximates 1/√second moment."""
+    """For each decay the factors whose product is about 1/√second moment."""
     if not axes.matrix:
         return [(scale,) for scale in _floored_rsqrt(rows + FACTORED_EPSILON)]
     row_scale = _floored_rsqrt(rows / (jnp.mean(rows, axes.cols, keepdims=True) + FACTORED_EPSILON))

@@ -163,7 +163,7 @@ def split_first_layer(config: RuleConfig, kernel: Tensor, matrix: bool) -> list[
 
 
 def factored_scales(axes: Axes, moments: Moments, extent: Extent) -> tuple[Tensor, ...]:
-    """(decays, …) factors whose product approximates 1/√second moment, in the order of their axes."""
+    """(decays, …) factors whose product is about 1/√second moment, in the order of their axes."""
     rows, cols = moments.rows, moments.cols
     if not axes.matrix:
         return (_floored_rsqrt(rows + FACTORED_EPSILON),)
