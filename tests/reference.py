@@ -110,10 +110,12 @@ def step(
     new = _update_moments(config, grad, moments, published)
     columns = features(config, param, grad, new, published)
     inputs = np.stack([normalize_column(c) for c in columns], axis=-1)
-    output = mlp(weights, inputs, cancellation(config, new) if config.gated else None)
+    cancelled = cancellation(config, new)
+    output = mlp(weights, inputs, cancelled if config.gated else None)
     update = FORMS[config.form](output[..., 0], output[..., 1])
     if config.orthogonalize and grad.ndim >= 2:
-        update = newton_schulz(update, coefficients, config.overshoot)
+        overshoot = _over_slices(cancelled * config.overshoot / 1.5, update)
+        update = newton_schulz(update, coefficients, overshoot)
 
     size = _slice_rms(update)
     moved = moments.moved + 1

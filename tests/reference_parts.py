@@ -59,7 +59,7 @@ def mlp(weights: Weights, x: np.ndarray, gate: np.ndarray | None = None) -> np.n
 def newton_schulz(
     x: np.ndarray,
     coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-    overshoot: float = 0.0,
+    overshoot: float | np.ndarray = 0.0,
 ) -> np.ndarray:
     """`x` with its singular values pushed towards 1, each slice by itself.
 

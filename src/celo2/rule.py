@@ -97,11 +97,12 @@ class RuleConfig:
         norm: how an update is scaled.
         orthogonalize: whether matrices go through Newton–Schulz.
         vectors: who updates tensors with fewer than two axes.
-        gated: whether the first layer is w0 + g0 × cancellation, which says how much the gradients
-            of successive steps cancel each other: `cancellation_scale`. Not in the paper.
-        overshoot: the part of the second Newton–Schulz iterate that is subtracted from the last,
-            so that small singular values get longer steps than large ones; at most 0.5, beyond
-            which some would be reversed. Not in the paper.
+        gated: whether the first layer is w0 + g0 × cancellation, which measures how much the
+            gradients of successive steps cancel each other: `cancellation_scale`. Not in the paper.
+        overshoot: the part of the second Newton–Schulz iterate that is subtracted from the last
+            where the cancellation is highest, less in proportion elsewhere: small singular values
+            then get longer steps than large ones. At most 0.5, beyond which some would be
+            reversed. Not in the paper.
     """
 
     hidden: tuple[int, ...] = (8, 8)

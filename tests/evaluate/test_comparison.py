@@ -16,8 +16,10 @@ from celo2.evaluate.comparison import (
     compare,
     data_caveats,
     interquartile_mean,
+    pack,
     reach,
     read_sweep,
+    unpack,
     without_lost,
 )
 from celo2.evaluate.config import resolve
@@ -209,6 +211,18 @@ def test_packed_sweep_that_is_cut_off_is_refused(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["report", str(packed)]) != 0
     assert "is cut off: it lists sgd-1-0" in capsys.readouterr().err
+
+
+def test_unpacked_sweep_lists_what_the_file_does(tmp_path):
+    runs = [(c, rows_of(c, [3.0, 1.0])) for c in (config_of("adamw", 1e-2), config_of("sgd", 1.0))]
+    write_sweep(tmp_path / "sweep", runs)
+    packed = tmp_path / "packed.jsonl"
+    assert pack(read_sweep(tmp_path / "sweep"), packed) == unpack(packed, tmp_path / "other") == 2
+    found = read_sweep(tmp_path / "other")
+    assert {run.config.label for run in found.runs} == {"adamw", "sgd"}
+    (tmp_path / "other" / "sweep.json").write_text("mine")
+    assert unpack(packed, tmp_path / "other") == 0
+    assert (tmp_path / "other" / "sweep.json").read_text() == "mine"
 
 
 def test_file_that_is_no_packed_sweep_is_refused(tmp_path, capsys):

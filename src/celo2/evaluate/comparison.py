@@ -187,8 +187,14 @@ def read_packed(path: str | PathLike) -> tuple[dict[str, Any], dict[str, list[Ro
 
 
 def unpack(path: str | PathLike, folder: str | PathLike) -> int:
-    """Writes the runs of a file into a sweep's folder where it has none; gives their number."""
-    _, runs = read_packed(path)
+    """Writes the runs of a file into a sweep's folder where it has none; gives their number.
+
+    A folder without an index gets the file's, so that a sweep of some labels keeps the others.
+    """
+    index, runs = read_packed(path)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if not (target := Path(folder) / INDEX).exists():
+        write_whole(target, json.dumps(index, indent=1).encode() + b"\n")
     missing = [name for name in runs if not (Path(folder) / name).exists()]
     for name in missing:
         target = Path(folder) / name

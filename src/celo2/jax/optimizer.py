@@ -36,7 +36,15 @@ from celo2.jax.moments import (
     map_large,
     update_moments,
 )
-from celo2.jax.update import NORMS, Kernel, check_kernel, newton_schulz, tensor_update
+from celo2.jax.update import (
+    NORMS,
+    Kernel,
+    cancellation,
+    check_kernel,
+    newton_schulz,
+    overshoot_of,
+    tensor_update,
+)
 from celo2.routing import (
     Axes,
     Explanation,
@@ -198,9 +206,12 @@ def _rule_on_views(
         mean, moves, moving = jax.tree.map(
             lambda *x: jnp.stack(x), *[(m.running_rms, m.moves, move) for _, _, m, move in tensors]
         )
-        options = {"dtype": newton_schulz_dtype, "overshoot": config.overshoot}
-        orthogonal = redistributed(functools.partial(newton_schulz, **options), mesh)
-        found = NORMS[config.norm](orthogonal(updates), mean, moves)
+        orthogonal = redistributed(
+            functools.partial(newton_schulz, dtype=newton_schulz_dtype), mesh
+        )
+        overshoot = [overshoot_of(config, cancellation(config, m)) for _, _, m, _ in tensors]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *overshoot)
+        found = NORMS[config.norm](orthogonal(updates, stacked), mean, moves)
         return unstack(_if_moving(moving, *found, mean), len(tensors))
 
     def update(views: list[MatrixView], updates, state, params: Any = None):

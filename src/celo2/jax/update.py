@@ -48,16 +48,18 @@ def tensor_update(
     The moments have taken the gradient in.
     """
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
+    cancelled = cancellation(config, moments)
     if config.gated:
         gates = split_first_layer(config, weights["g0"], axes.matrix)
-        first_layer = open_gates(first_layer, gates, cancellation(config, moments))
+        first_layer = open_gates(first_layer, gates, cancelled)
     build = functools.partial(build_features, axes)
     direction, magnitude = run_mlp(
         weights, first_layer, normalize_inputs, build, (param, grad, moments), kernel
     )
     update = FORMS[config.form](direction, magnitude)
     if config.orthogonalize and axes.matrix:
-        update = newton_schulz(update, dtype=newton_schulz_dtype, overshoot=config.overshoot)
+        overshoot = overshoot_of(config, cancelled)
+        update = newton_schulz(update, dtype=newton_schulz_dtype, overshoot=overshoot)
     return NORMS[config.norm](update, moments.running_rms, moments.moves)
 
 
@@ -92,6 +94,11 @@ def cancellation(config: RuleConfig, moments: Moments) -> Array:
     ratio = mean_square / (jnp.mean(moments.rows[0], MATRIX, keepdims=True) + FACTORED_FLOOR)
     offset, slope = cancellation_scale(config)
     return jnp.clip(offset + slope * jnp.log(ratio + EPSILON), 0.0, CANCELLATION_LIMIT)
+
+
+def overshoot_of(config: RuleConfig, cancellation: Array) -> Array | None:
+    """The part of the second Newton–Schulz iterate that is subtracted, (batch…, 1, 1)."""
+    return cancellation * (config.overshoot / CANCELLATION_LIMIT) if config.overshoot else None
 
 
 def open_gates(parts: list[Array], gates: list[Array], cancellation: Array) -> list[Array]:
@@ -211,23 +218,30 @@ FORMS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def newton_schulz(
-    x: Array, steps: int = NEWTON_SCHULZ_STEPS, dtype: Any = None, overshoot: float = 0.0
+    x: Array,
+    overshoot: Array | None = None,
+    *,
+    steps: int = NEWTON_SCHULZ_STEPS,
+    dtype: Any = None,
 ) -> Array:
     """Pushes the singular values of `x` towards 1, over its last two axes.
 
     Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough
-    (Algorithm 1, step 6). An `overshoot` leaves large ones below small ones.
+    (Algorithm 1, step 6). An `overshoot`, (batch…, 1, 1), leaves large ones below small ones.
     """
     sharding = jax.typeof(x).sharding
     if any(sharding.spec):
         # Explicit axes ask for the sharding of every product; within, XLA chooses them.
-        free = functools.partial(newton_schulz, steps=steps, dtype=dtype, overshoot=overshoot)
-        return jnp.asarray(jax.sharding.auto_axes(free, out_sharding=sharding)(x))
+        def free(arrays: tuple[Array, Array | None]) -> Array:
+            return newton_schulz(*arrays, steps=steps, dtype=dtype)
+
+        return jnp.asarray(jax.sharding.auto_axes(free, out_sharding=sharding)((x, overshoot)))
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, steps, dtype, overshoot).mT
+        return newton_schulz(x.mT, overshoot, steps=steps, dtype=dtype).mT
     norm = jnp.sqrt(reduce_in_turn(jnp.sum, jnp.square(x), MATRIX))
     y = (x / (norm + NEWTON_SCHULZ_EPSILON)).astype(dtype or x.dtype)
+    overshoot = None if overshoot is None else overshoot.astype(y.dtype)
     a, b, c = NEWTON_SCHULZ
     if y.shape[-1] >= 2 * y.shape[-2]:
         y = _gram_polynomial(y @ y.mT, steps, overshoot) @ y
@@ -237,11 +251,11 @@ def newton_schulz(
             gram = y @ y.mT
             y = a * y + (b * gram + c * (gram @ gram)) @ y
             early = y if step == OVERSHOOT_STEP else early
-        y = y - overshoot * early if overshoot else y
+        y = y if overshoot is None else y - overshoot * early
     return y.astype(x.dtype)
 
 
-def _gram_polynomial(gram: Array, steps: int, overshoot: float) -> Array:
+def _gram_polynomial(gram: Array, steps: int, overshoot: Array | None) -> Array:
     """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
 
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
@@ -256,7 +270,7 @@ def _gram_polynomial(gram: Array, steps: int, overshoot: float) -> Array:
         factor = a * identity + b * gram + c * (gram @ gram)
         total = factor @ total
         early = total if step == OVERSHOOT_STEP else early
-    return total - overshoot * early if overshoot else total
+    return total if overshoot is None else total - overshoot * early
 
 
 def rms(update: Array) -> Array:

@@ -108,8 +108,9 @@ def _move_stack_by_rule(
     moments = view_moments(config, frame, states)
     if kernel := _find_kernel(group["kernel"], axes, param, grad, moments, plan):
         stacks = (grad, param, moments.rms, *moments.momentum)
-        outputs, moving = kernel.triton_outputs(weights, config, axes, stacks, moments, plan)
-        update, running_rms = finish_update(config, axes, outputs, moments, plan)
+        found = kernel.triton_outputs(weights, config, axes, stacks, moments, plan)
+        outputs, cancelled, moving = found
+        update, running_rms = finish_update(config, axes, outputs, cancelled, moments, plan)
     else:
         moving = update_moments(config, axes, grad, moments, plan)
         update, running_rms = tensor_update(weights, config, axes, param, grad, moments, plan)

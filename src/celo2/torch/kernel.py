@@ -47,10 +47,10 @@ def triton_outputs(
     arrays: tuple[Stack, ...],
     moments: Moments,
     plan: Plan,
-) -> tuple[list[Tensor], Tensor]:
-    """The MLP's outputs, and which slices move; all moments have taken the gradients in.
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """The MLP's outputs, the cancellation, and which slices move.
 
-    `arrays` are gradients, parameters, `rms` and momenta.
+    All moments have taken the gradients in. `arrays` are gradients, parameters, `rms` and momenta.
     """
     *batch, rows, columns = shape = arrays[0].shape
     table = _table(arrays)
@@ -108,7 +108,7 @@ def triton_outputs(
         LAYERS=len(layers),
         OUT=len(outputs),
     )
-    return list(outputs.unbind(0)), moving
+    return list(outputs.unbind(0)), layer.cancellation, moving
 
 
 def _table(arrays: tuple[Stack, ...]) -> Tensor:

@@ -61,17 +61,25 @@ def tensor_update(
     inputs = make_inputs(axes, param, grad, moments, plan.extent)
     layer = normalize_inputs(weights, config, axes, inputs, moments, plan)
     outputs = apply_mlp(weights, config, axes, layer, inputs, plan)
-    return finish_update(config, axes, outputs, moments, plan)
+    return finish_update(config, axes, outputs, layer.cancellation, moments, plan)
 
 
 def finish_update(
-    config: RuleConfig, axes: Axes, outputs: Sequence[Tensor], moments: Moments, plan: Plan
+    config: RuleConfig,
+    axes: Axes,
+    outputs: Sequence[Tensor],
+    cancellation: Tensor | None,
+    moments: Moments,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """The update that the MLP's outputs give, and its new `running_rms`."""
     update = FORMS[config.form](*outputs, plan.extent)
     if config.orthogonalize and axes.matrix:
         whole = plan.extent.gathered(update)
-        whole = newton_schulz(whole, dtype=plan.newton_schulz_dtype, overshoot=config.overshoot)
+        overshoot = None
+        if config.overshoot and cancellation is not None:
+            overshoot = cancellation * (config.overshoot / CANCELLATION_LIMIT)
+        whole = newton_schulz(whole, overshoot, dtype=plan.newton_schulz_dtype)
         update = plan.extent.own(whole)
     return normalize(config.norm, update, moments, plan.extent)
 
@@ -81,6 +89,7 @@ class FirstLayer(NamedTuple):
 
     kernel: Tensor  # for the planes, (columns, hidden units, batch…, 1, 1)
     offsets: list[Tensor]  # (hidden units, …): row features with the bias, and column features
+    cancellation: Tensor | None  # (batch…, 1, 1), where the config needs it
 
 
 def normalize_inputs(
@@ -103,15 +112,17 @@ def fold_normalizers(
     """The first layer from the sums of squares of all planes, (columns, batch…, 1, 1)."""
     parts = split_first_layer(config, weights["w0"], axes.matrix)
     mean_squares = plan.extent.mean(squares, MATRIX)
-    if config.gated:
-        gates = split_first_layer(config, weights["g0"], axes.matrix)
+    cancelled = None
+    if config.gated or config.overshoot:
         at = feature_rows(config)["momentum"].start
         cancelled = cancellation(config, axes, mean_squares[at], moments, plan.extent)
+    if config.gated and cancelled is not None:
+        gates = split_first_layer(config, weights["g0"], axes.matrix)
         parts = open_gates(parts, gates, cancelled)
     kernel = _normalized(parts[0], mean_squares)
     bias = weights["b0"].view(-1, *[1] * (squares.ndim - 1))
     if not axes.matrix:
-        return FirstLayer(kernel, [bias])
+        return FirstLayer(kernel, [bias], cancelled)
     offsets = []
     both = (axes.rows, axes.cols)
     for layer, stripes, reduced in zip(parts[1:], build_stripes(moments), both, strict=True):
@@ -119,7 +130,7 @@ def fold_normalizers(
         squares = plan.extent.mean(stripes.square().sum(MATRIX, keepdim=True), kept)
         offsets.append((_normalized(layer, squares) * stripes.unsqueeze(1)).sum(0))
     first, second = in_order(axes, *offsets)
-    return FirstLayer(kernel, [first + bias, second])
+    return FirstLayer(kernel, [first + bias, second], cancelled)
 
 
 def cancellation(
@@ -275,37 +286,41 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 def newton_schulz(
     x: Tensor,
+    overshoot: Tensor | None = None,
+    *,
     steps: int = NEWTON_SCHULZ_STEPS,
     dtype: torch.dtype | None = None,
-    overshoot: float = 0.0,
 ) -> Tensor:
     """Pushes the singular values of `x` towards 1, over its last two axes and in place.
 
     Five steps leave most of them in [0.7, 1.2], and very small ones below: that is enough. An
-    `overshoot` leaves large ones below small ones. The products of matrices are in `dtype`.
+    `overshoot`, (batch…, 1, 1), leaves large ones below small ones. The products of matrices are
+    in `dtype`.
     """
     # Transposed where rows > columns: the Gram matrix is then the smaller one.
     if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, steps, dtype, overshoot).mT
+        return newton_schulz(x.mT, overshoot, steps=steps, dtype=dtype).mT
     norm = torch.linalg.vector_norm(x, dim=MATRIX, keepdim=True)
     y = x.div_(norm + NEWTON_SCHULZ_EPSILON).to(dtype or x.dtype)
     # One matrix is multiplied as such: as a stack of one, y yᵀ takes up to 1.4 times as long.
     single = y.shape[:-2].numel() == 1
     y = y.view(y.shape[-2:]) if single else y.flatten(0, -3)
+    if overshoot is not None:
+        overshoot = overshoot.to(y.dtype).view(*[1, 1] if single else [-1, 1, 1])
     multiply, multiply_add = torch.matmul, torch.addmm if single else torch.baddbmm
     if single and _suits_onednn(y):
         multiply, multiply_add = _multiply, _multiply_add
     if 2 * y.shape[-1] < 3 * y.shape[-2]:
         a, b, c = NEWTON_SCHULZ
-        early = None
+        early = y
         for step in range(1, steps + 1):
             gram = multiply(y, y.mT)
             factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
             iterate = multiply_add(y, factor, y, beta=a)
             torch._foreach_copy_([y], [iterate])
-            early = iterate if overshoot and step == OVERSHOOT_STEP else early
-        if early is not None:
-            torch._foreach_add_([y], [early], alpha=-overshoot)
+            early = iterate if step == OVERSHOOT_STEP and overshoot is not None else early
+        if overshoot is not None:
+            torch._foreach_sub_([y], [early.mul_(overshoot)])
     else:
         total = _gram_polynomial(multiply(y, y.mT), steps, overshoot, multiply, multiply_add)
         # In parts on a CPU, where a second array of this size would be the step's largest.
@@ -320,7 +335,7 @@ def newton_schulz(
 def _gram_polynomial(
     gram: Tensor,
     steps: int,
-    overshoot: float,
+    overshoot: Tensor | None,
     multiply: Callable[..., Tensor],
     multiply_add: Callable[..., Tensor],
 ) -> Tensor:
@@ -343,7 +358,7 @@ def _gram_polynomial(
         factor = factor_of(gram)
         total = multiply(factor, total)
         early = total if step == OVERSHOOT_STEP else early
-    return total.sub(early, alpha=overshoot) if overshoot else total
+    return total if overshoot is None else total.sub_(early.mul_(overshoot))
 
 
 def _suits_onednn(y: Tensor) -> bool:
