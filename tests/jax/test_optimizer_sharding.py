@@ -24,10 +24,11 @@ STEPS = 3
 CASES = [(kind, name) for kind in ("Auto", "Explicit") for name in ("celo2_base", "celo2")]
 BASE_CASES = [case for case in CASES if case[1] == "celo2_base"]
 OPTIMIZERS = {
-    "celo2_base": (celo2_base, {"orthogonalize": False, "vectors": "rule"}),
-    "celo2": (celo2, {}),
+    "celo2_base": (celo2_base, {"orthogonalize": False, "vectors": "rule", "gated": True}),
+    "celo2": (celo2, {"gated": True, "overshoot": 0.4}),
 }
-ONE_DECAY = {"momentum_decays": (0.9,), "factored_decays": (0.99,)}
+# With these the gradients, each a tenth of the one before, open the gate.
+ONE_DECAY = {"momentum_decays": (0.5,), "factored_decays": (0.5,)}
 # Narrow, so that it compiles quickly; the slow test takes the default widths.
 WIDTHS = {
     "narrow": {"hidden": (3, 3), **ONE_DECAY},
@@ -89,7 +90,8 @@ def place(tree: dict[str, Any], mesh: jax.sharding.Mesh) -> dict[str, Any]:
 def optimizer(name: str, options: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
     make, fixed = OPTIMIZERS[name]
     config = RuleConfig(**fixed, **options)
-    rule = Rule(config, initial_weights(config, np.random.default_rng(0)))
+    weights = initial_weights(config, np.random.default_rng(0))
+    rule = Rule(config, weights | {"g0": weights["w0"][:, ::-1]})
     return make(1e-2, rule=rule, weight_decay=0.1)
 
 
