@@ -110,7 +110,8 @@ def step(
     new = _update_moments(config, grad, moments, published)
     columns = features(config, param, grad, new, published)
     inputs = np.stack([normalize_column(c) for c in columns], axis=-1)
-    cancelled = cancellation(config, new)
+    needed = config.gated or config.overshoot > 0
+    cancelled = cancellation(config, new) if needed else np.zeros(grad.shape[:-2])
     output = mlp(weights, inputs, cancelled if config.gated else None)
     update = FORMS[config.form](output[..., 0], output[..., 1])
     if config.orthogonalize and grad.ndim >= 2:
