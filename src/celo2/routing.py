@@ -7,7 +7,7 @@ matrix view; `Explanation` is the table that shows both to users.
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from celo2.rule import REFERENCE_WIDTH, RuleConfig
 
@@ -125,12 +125,6 @@ def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
         return Axes(False, (), MATRIX, MATRIX)
     d1, d0 = factored_axes(shape, view.published)
     return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
-
-
-def check_scale(scale: str) -> None:
-    """Raises a ValueError for a scale that there is not."""
-    if scale not in get_args(Scale):
-        raise ValueError(f"scale={scale!r} is not one of {', '.join(get_args(Scale))}.")
 
 
 def scale_factor(scale: Scale, view: MatrixView, stored: tuple[int, ...]) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -117,10 +117,7 @@ class RuleConfig:
     overshoot: float = 0.0
 
     def __post_init__(self):
-        for name, choices in (("form", Form), ("norm", Norm), ("vectors", Vectors)):
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(choices))}.")
+        check_choices(self)
         for name in ("hidden", "momentum_decays", "factored_decays"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, (tuple, list)) or not values:
@@ -158,6 +155,19 @@ class Rule:
 
     def __post_init__(self):
         check_shapes(self.config, {name: np.shape(w) for name, w in self.weights.items()})
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raises a ValueError unless the value is one of a Literal's."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(choices))}.")
+
+
+def check_choices(config: Any) -> None:
+    """Checks every field of a dataclass whose type is a Literal."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            check_choice(name, getattr(config, name), hint)
 
 
 def feature_width(config: RuleConfig, feature: Feature) -> int:
@@ -256,10 +266,6 @@ def _nesterov(gradient: str, momentum: str, columns: int = 1, scale: float = 1.0
     return {gradient: middle, momentum: [scale * c for c in _NESTEROV_MOMENTA]}
 
 
-def _nesterov_over_factored(scale: float = 1.0) -> Mix:
-    return _nesterov("factored_gradient", "factored_momentum", 3, scale)
-
-
 # Directions that are known to be good. Coefficients are of features divided by their RMS; a list
 # shorter than a feature's columns leaves the rest at zero.
 STARTS: dict[str, Mix] = {
@@ -268,10 +274,10 @@ STARTS: dict[str, Mix] = {
     "factored_momentum": {"factored_momentum": [1.0]},
     "nesterov": _nesterov("gradient", "momentum"),
     "nesterov_over_rms": _nesterov("gradient_over_rms", "momentum_over_rms"),
-    "nesterov_over_factored": _nesterov_over_factored(),
+    "nesterov_over_factored": _nesterov("factored_gradient", "factored_momentum", 3),
     "nesterov_over_both": {
         **_nesterov("gradient_over_rms", "momentum_over_rms", scale=0.5),
-        **_nesterov_over_factored(0.5),
+        **_nesterov("factored_gradient", "factored_momentum", 3, scale=0.5),
     },
 }
 

@@ -6,11 +6,11 @@ VeLO is Metz et al. 2022 (arXiv 2211.09760), Celo is Moudgil et al. 2025 (arXiv 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from celo2.rule import Rule, RuleConfig, match_shapes, truncated_normal
+from celo2.rule import Rule, RuleConfig, check_choices, match_shapes, truncated_normal
 from celo2.rule import weight_shapes as mlp_shapes
 
 Optimizer = Literal["velo", "celo"]
@@ -57,9 +57,7 @@ class VeloConfig:
     loss_horizon: int | None = None
 
     def __post_init__(self):
-        if self.optimizer not in get_args(Optimizer):
-            choices = ", ".join(get_args(Optimizer))
-            raise ValueError(f"optimizer={self.optimizer!r} is not one of {choices}.")
+        check_choices(self)
         numbers = {"lstm": self.lstm, "banks": self.banks}
         if self.loss_horizon is not None:
             numbers["loss_horizon"] = self.loss_horizon

@@ -53,7 +53,7 @@ def test_mistakes_in_toml_are_named_with_the_file(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"warmup": -1}, "warmup=-1 must be a number of at least 0"),
         ({"warmup": 50, "iterations": 50, "decay": "cosine"}, "warmup=50 .* iterations=50"),
         ({"adam_multiplier": -1.0}, "adam_multiplier=-1.0 must be a number of at least 0"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from celo2.routing import Scale
-from celo2.rule import ADAM_MULTIPLIER
+from celo2.rule import ADAM_MULTIPLIER, check_choices
 from celo2.runs.checkpoint import digest_json
-from celo2.runs.fields import import_function, replace_fields, to_fields
+from celo2.runs.fields import check_numbers, import_function, replace_fields, to_fields
 from celo2.tasks import TaskSpec, task_spec
 from celo2.velo import Optimizer as LstmOptimizer
 
@@ -158,25 +157,15 @@ class RunConfig:
     text: str | None = None
 
     def __post_init__(self):
-        for name, kind in (("schedule", Schedule), ("precision", Precision), ("scale", Scale)):
-            if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(get_args(kind))
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")
-        for name in ("learning_rate", "clip", "adam_multiplier", "eps"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be a positive number.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} must be a number from 0 up.")
-        for name in ("steps", "batch", "accumulate", "record_every", "evaluate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        if self.evaluation_batches < 1:
-            raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1.")
-        for name in ("warmup", "b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        check_choices(self)
+        counts = ("steps", "batch", "accumulate", "record_every", "evaluate_every")
+        check_numbers(
+            self,
+            counts=(*counts, "evaluation_batches"),
+            positive=("learning_rate", "clip", "adam_multiplier", "eps"),
+            from_zero=("weight_decay",),
+            below_one=("warmup", "b1", "b2"),
+        )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to 2³² - 1.")
         if self.batch is not None and self.batch % self.accumulate:

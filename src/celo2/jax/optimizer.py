@@ -40,7 +40,6 @@ from celo2.jax.update import (
     NORMS,
     Kernel,
     cancellation,
-    check_kernel,
     newton_schulz,
     overshoot_of,
     tensor_update,
@@ -55,11 +54,10 @@ from celo2.routing import (
     Scale,
     axes_of,
     check_overrides,
-    check_scale,
     route,
     scale_factor,
 )
-from celo2.rule import ADAM_GRADIENT_LIMIT, ADAM_MULTIPLIER, Rule, RuleConfig
+from celo2.rule import ADAM_GRADIENT_LIMIT, ADAM_MULTIPLIER, Rule, RuleConfig, check_choice
 from celo2.rulefile import as_rule
 
 ScalarOrSchedule = float | Array | optax.Schedule
@@ -155,7 +153,7 @@ def _rule_on_views(
     kernel: Kernel,
 ) -> Callable[[list[MatrixView]], optax.GradientTransformation]:
     """The rule as a transformation of tensors with given matrix views, in the order of leaves."""
-    check_kernel(kernel)
+    check_choice("kernel", kernel, Kernel)
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
 
@@ -349,7 +347,7 @@ def celo2(
         >>> params = optax.apply_updates(params, updates)
     """
     rule = as_rule(rule)
-    check_scale(scale)
+    check_choice("scale", scale, Scale)
     skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
     on_views = _rule_on_views(
         rule,

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,6 @@ def tensor_update(
         overshoot = overshoot_of(config, cancelled)
         update = newton_schulz(update, dtype=newton_schulz_dtype, overshoot=overshoot)
     return NORMS[config.norm](update, moments.running_rms, moments.moves)
-
-
-def check_kernel(kernel: str) -> None:
-    """Raises a ValueError where there is no such kernel."""
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel={kernel!r} is not one of {', '.join(get_args(Kernel))}.")
 
 
 def run_mlp(

@@ -6,10 +6,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, check_pairs, mix_column
-from celo2.runs.fields import replace_fields
+from celo2.rule import CELO2, CELO2_BASE, RuleConfig, Start, check_choices, check_pairs, mix_column
+from celo2.runs.fields import check_numbers, replace_fields
 
 Estimator = Literal["pes", "nres", "truncated_es", "full_es", "backprop"]
 Augmentation = Literal["none", "global", "tensor", "parameter"]
@@ -140,43 +140,22 @@ class MetaConfig:
     loss_limit: float | None = None
 
     def __post_init__(self):
-        for name, kind in (
-            ("start", Start),
-            ("estimator", Estimator),
-            ("augmentation", Augmentation),
-            ("inner_decay", InnerDecay),
-            ("inner_adam", InnerAdam),
-            ("balance", Balance),
-            ("learn", Learn),
-            ("decay", Decay),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(get_args(kind))
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}.")
+        check_choices(self)
         if self.estimator == "backprop" and (self.balance != "none" or self.late_weight):
             raise ValueError(
                 "estimator='backprop' differentiates the loss at the end and scales every gradient "
                 "to length 1: it takes neither balance nor late_weight."
             )
-        for name in ("iterations", "problems", "batch", "truncation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("sigma", "inner_learning_rate", "learning_rate", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be a positive number.")
-        for name in ("adam_multiplier", "weight_decay", "loss_limit", "late_weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a number of at least 0.")
-        for name in ("averaging", "inner_warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        check_numbers(
+            self,
+            counts=("iterations", "problems", "batch", "truncation"),
+            positive=("sigma", "inner_learning_rate", "learning_rate", "clip"),
+            from_zero=("adam_multiplier", "weight_decay", "loss_limit", "late_weight", "warmup"),
+            below_one=("averaging", "inner_warmup"),
+        )
         decays = self.inner_weight_decays
         if not decays or not all(0 <= value < math.inf for value in decays):
             raise ValueError(f"inner_weight_decays={decays} must hold numbers of at least 0.")
-        if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup} must be at least 0.")
         if self.decay == "cosine" and self.warmup >= self.iterations:
             raise ValueError(
                 f"warmup={self.warmup} must be below iterations={self.iterations}: the cosine "

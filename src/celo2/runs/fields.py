@@ -3,13 +3,34 @@
 import dataclasses
 import importlib
 import json
+import math
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+def check_numbers(
+    config: Any,
+    counts: Sequence[str] = (),
+    positive: Sequence[str] = (),
+    from_zero: Sequence[str] = (),
+    below_one: Sequence[str] = (),
+) -> None:
+    """Raises a ValueError for the first of these fields that is out of its range; None is not."""
+    for names, fits, range_ in (
+        (counts, lambda x: x >= 1, "at least 1"),
+        (positive, lambda x: 0 < x < math.inf, "a positive number"),
+        (from_zero, lambda x: 0 <= x < math.inf, "a number of at least 0"),
+        (below_one, lambda x: 0 <= x < 1, "in [0, 1)"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name}={value} must be {range_}.")
 
 
 def to_fields(config: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from celo2.routing import (
     MatrixView,
     Overrides,
     Route,
+    Scale,
     check_overrides,
-    check_scale,
     default_updater,
     find_override,
     is_broadcast_vector,
@@ -28,7 +28,7 @@ from celo2.routing import (
     path_names,
     vector_view,
 )
-from celo2.rule import RuleConfig
+from celo2.rule import RuleConfig, check_choice
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -290,7 +290,7 @@ def check_settings(group: dict[str, Any]) -> None:
     for name in ("lr", "weight_decay", "rms_scale", "adam_multiplier", "eps"):
         if not isinstance(group[name], Tensor) and not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must not be negative.")
-    check_scale(group["scale"])
+    check_choice("scale", group["scale"], Scale)
     betas = group["betas"]
     if len(betas) != 2 or not all(isinstance(b, Tensor) or 0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas} must be two numbers in [0, 1).")
