@@ -1,4 +1,4 @@
-"""The JAX examples and the demo run; those of Torch are in tests/torch/test_torch_recipes.py."""
+"""The JAX examples and the demo run; those of Torch are in tests/torch/test_trainer.py."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What each process does for `test_torch_distributed.py`, started as
+"""What each process does for `torch/test_optimizer_distributed.py`, started as
 
     python torch_processes.py RANK PROCESSES FOLDER
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_torch_routing import LINEAR, RULE, TABLE, ConvNet, lines, updaters
+from test_modules import LINEAR, RULE, TABLE, ConvNet, lines, updaters
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 

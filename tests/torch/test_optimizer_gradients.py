@@ -1,4 +1,4 @@
-"""Bad and missing gradients in Torch; the twin of `test_jax_gradients.py`."""
+"""Bad and missing gradients in Torch; the twin of `tests/jax/test_optimizer_gradients.py`."""
 
 import math
 
