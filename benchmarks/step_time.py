@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import celo2.jax
-from celo2.velo import CELO, VELO, VeloConfig, VeloRule, initial_weights
+from celo2.velo import CELO, VELO, VeloConfig, VeloRule, initial_velo_weights
 
 LAYERS, WIDTH, VOCABULARY = 6, 384, 8192
 
@@ -97,7 +97,7 @@ class Contender:
 
 
 def random_rule(config: VeloConfig) -> VeloRule:
-    return VeloRule(config, initial_weights(config, np.random.default_rng(0)))
+    return VeloRule(config, initial_velo_weights(config, np.random.default_rng(0)))
 
 
 def contenders(shapes) -> list[Contender]:

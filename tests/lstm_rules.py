@@ -4,7 +4,7 @@ import msgpack
 import numpy as np
 
 from celo2.rule import FEATURES, feature_rows
-from celo2.velo import CELO, MLP, VELO, VeloConfig, VeloRule, weight_shapes
+from celo2.velo import CELO, MLP, VELO, VeloConfig, VeloRule, velo_shapes
 from rule_files import pack
 
 SMALL = {
@@ -35,7 +35,7 @@ MLP_PATH = "ff_mod_stack|~|"
 def random_rule(config: VeloConfig, seed: int = 0) -> VeloRule:
     """A rule of which no array is zero."""
     rng = np.random.default_rng(seed)
-    shapes = weight_shapes(config)
+    shapes = velo_shapes(config)
     return VeloRule(config, {k: draw(rng, s) for k, s in shapes.items()})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import reference
 import reference_parts
-from celo2.jax.optimizer import from_view, leaf_paths, leaf_routes, to_view
+from celo2.jax.optimizer import from_view, leaf_paths, route_all, to_view
 from celo2.routing import (
     MatrixView,
     as_view,
@@ -113,7 +113,7 @@ def test_view_must_name_every_axis_once(view):
 def routes(tree, config=CELO2, **options) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Path → (updater, viewed shape)."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-    ways = leaf_routes(tree, config, **options)
+    ways = route_all(tree, config, **options)
     return {
         path: (way.updater, way.view.shape(shape))
         for path, shape, way in zip(leaf_paths(tree), shapes, ways, strict=True)

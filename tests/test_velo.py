@@ -6,18 +6,18 @@ import pytest
 
 import celo2
 from celo2 import rulefile
-from celo2.velo import CELO, VELO, VeloConfig, VeloRule, initial_weights, weight_shapes
+from celo2.velo import CELO, VELO, VeloConfig, VeloRule, initial_velo_weights, velo_shapes
 from lstm_rules import SMALL, random_rule
 from rule_files import edit_config, rewrite, same
 
 
 @pytest.mark.parametrize(("config", "count"), [(VELO, 2_320_385), (CELO, 37_089)])
 def test_official_sizes_have_the_published_number_of_weights(config, count):
-    assert sum(map(math.prod, weight_shapes(config).values())) == count
+    assert sum(map(math.prod, velo_shapes(config).values())) == count
 
 
 def test_initial_weights_are_the_published_initialiser_s():
-    weights = initial_weights(CELO, np.random.default_rng(0))
+    weights = initial_velo_weights(CELO, np.random.default_rng(0))
     VeloRule(CELO, weights)
     for name, array in weights.items():
         if not (name.endswith(".w") or name in ("w0", "w1", "w2")):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from celo2.jax.optimizer import route_all
+from celo2.jax.optimizer import ScalarOrSchedule, route_all
 from celo2.rule import CELO2
 
 RMS = 0.2  # of Muon's updates: about AdamW's, so that one rate suits both ("Kimi scaling")
@@ -27,7 +27,7 @@ def muon(
     schedule: optax.Schedule,
     *,
     weight_decay: float = 0.0,
-    adam_learning_rate: optax.Schedule | None = None,
+    adam_learning_rate: ScalarOrSchedule | None = None,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,

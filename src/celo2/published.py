@@ -2,7 +2,7 @@
 
 Those of Celo2 and Celo are flax msgpack trees of arrays. VeLO's are such a tree, a record that has
 it as `params`, or two .safetensors files of the PyTorch port pylo. None says anything of the
-config, and they come from strangers as rule files do.
+config, and they may come from anyone, as rule files may.
 """
 
 import dataclasses

@@ -167,8 +167,8 @@ def route(
     view = published_view(len(shape)) if published else named_view(path, shape)
     if is_broadcast_vector(shape) and not published:
         view = vector_view(len(shape))
-    if wish := find_override(path, len(shape), view, overrides):
-        return wish
+    if choice := find_override(path, len(shape), view, overrides):
+        return choice
     return Route(*default_updater(path, shape, view, config, published), view)
 
 
@@ -181,11 +181,11 @@ def find_override(
     path: str, ndim: int, view: MatrixView, overrides: Overrides | None
 ) -> Route | None:
     """The route that the first matching override asks for; `view` is the default one."""
-    for pattern, wish in (overrides or {}).items():
+    for pattern, choice in (overrides or {}).items():
         if re.search(pattern, path):
-            if wish in ("rule", "adam"):
-                return Route(wish, f"override {pattern!r}", view)
-            return Route("rule", f"override {pattern!r}", as_view(wish, ndim, path))
+            if choice in ("rule", "adam"):
+                return Route(choice, f"override {pattern!r}", view)
+            return Route("rule", f"override {pattern!r}", as_view(choice, ndim, path))
     return None
 
 
@@ -220,36 +220,45 @@ def path_names(path: str) -> list[str]:
     return [name for name in names if name and not name.isdigit() and name not in WRAPPERS]
 
 
-def as_view(wish: Any, ndim: int, path: str) -> MatrixView:
+def as_view(choice: Any, ndim: int, path: str) -> MatrixView:
     """A MatrixView from one, or from `optax.contrib.MuonDimensionNumbers`."""
-    if hasattr(wish, "reduction_axis") and hasattr(wish, "output_axis"):
+    if hasattr(choice, "reduction_axis") and hasattr(choice, "output_axis"):
         rows, columns = (
             tuple(a + ndim if a < 0 else a for a in ((axes,) if isinstance(axes, int) else axes))
-            for axes in (wish.reduction_axis, wish.output_axis)
+            for axes in (choice.reduction_axis, choice.output_axis)
         )
         batch = tuple(axis for axis in range(ndim) if axis not in (*rows, *columns))
-        wish = MatrixView(batch, rows, columns)
-    if not isinstance(wish, MatrixView):
+        choice = MatrixView(batch, rows, columns)
+    if not isinstance(choice, MatrixView):
         raise ValueError(
-            f'{wish!r} for {path} is not "rule", "adam", a MatrixView or MuonDimensionNumbers.'
+            f'{choice!r} for {path} is not "rule", "adam", a MatrixView or MuonDimensionNumbers.'
         )
     try:
-        check_view(wish, ndim)
+        check_view(choice, ndim)
     except ValueError as error:
         raise ValueError(f"override for {path}: {error}") from None
-    return wish
+    return choice
 
 
-def check_overrides(overrides: Overrides | None, paths: list[str]) -> None:
-    """Raises a ValueError for a pattern that is no regex or matches none of the paths."""
+def check_patterns(overrides: Overrides | None) -> None:
+    """Raises a ValueError for an override that is no regular expression."""
     for pattern in overrides or {}:
         try:
-            matched = any(re.search(pattern, path) for path in paths)
+            re.compile(pattern)
         except re.error as error:
             raise ValueError(
                 f"override {pattern!r} is not a regular expression: {error}."
             ) from None
-        if not matched:
+
+
+def check_overrides(overrides: Overrides | None, paths: list[str]) -> None:
+    """Raises a ValueError for a pattern that is no regex or matches none of the paths, if any.
+
+    A tree without leaves, of which `optax.tree.map_params` makes a state, fits any override.
+    """
+    check_patterns(overrides)
+    for pattern in overrides or {}:
+        if paths and not any(re.search(pattern, path) for path in paths):
             some = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
             raise ValueError(f"override {pattern!r} matches no parameter; the paths are {some}")
 

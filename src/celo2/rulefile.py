@@ -3,8 +3,8 @@
 A rule is for one optimizer, Celo2 unless its config names another.
 
 Where they are (`load`, `save`, the shipped ones, hf:// addresses) comes first, then the encoding,
-then the Hugging Face hub. Files come from strangers, so whatever is wrong with one ends in a
-ValueError that says what. huggingface_hub is an optional extra, imported only when it is needed.
+then the Hugging Face hub. Files may come from anyone, so whatever is wrong with one ends in
+a ValueError that says what. huggingface_hub is an optional extra, imported only when it is needed.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
 MAX_HEADER = 2**20
 
 CHECKPOINT = "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors"
-# What a file that is no rule starts with, and what to tell its owner.
-STRANGERS = {
+# What a file that is no rule starts with, and what it is.
+OTHER_FORMATS = {
     b"PK\x03\x04": "it is a zip archive (torch or npz?)",
     b"\x93NUMPY": "it is a numpy array",
     b"\x80": "it looks like a pickle, which celo2 never opens",
@@ -231,7 +231,7 @@ def digest(rule: Rule) -> str:
 
 def printable(error: Exception) -> str:
     """An error's text, fit for a terminal."""
-    # A stranger's text may be long, or hold codes that a terminal obeys.
+    # The text of an unknown file may be long, or hold codes that a terminal obeys.
     text = "".join(c if c.isprintable() else "?" for c in str(error))
     return text if len(text) <= 400 else f"{text[:400]}…"
 
@@ -250,7 +250,7 @@ def _parse(data: bytes) -> Rule:
     if isinstance(config, RuleConfig):
         check_shapes(config, shapes)
     else:
-        velo.check_shapes(config, shapes)
+        velo.check_velo_shapes(config, shapes)
     arrays = float32(safetensors.numpy.load(data))
     if _digest(metadata, arrays) != metadata["sha256"]:
         raise ValueError("its SHA-256 does not match its content: it was damaged; fetch it again.")
@@ -262,7 +262,7 @@ def _parse(data: bytes) -> Rule:
 def _header(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
-        hints = (hint for start, hint in STRANGERS.items() if data.startswith(start))
+        hints = (hint for start, hint in OTHER_FORMATS.items() if data.startswith(start))
         size = f"it has {len(data)} bytes and claims a header of {length}"
         raise ValueError(f"not a whole safetensors file; {next(hints, size)}.")
     if len(data) > MAX_FILE:
@@ -486,7 +486,7 @@ def import_extra(name: str, extra: str) -> Any:
         raise ImportError(f'This needs {name} ({error}): pip install "celo2[{extra}]".') from error
 
 
-def offline_is_wished() -> bool:
+def offline_is_set() -> bool:
     """Whether HF_HUB_OFFLINE asks to use only what the hub's library has fetched before."""
     constants = import_extra("huggingface_hub.constants", "hub")
     set_since = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
@@ -500,7 +500,7 @@ def ask_hub() -> None:
 
 
 def _is_offline() -> bool:
-    if offline_is_wished():
+    if offline_is_set():
         return True
     try:
         ask_hub()

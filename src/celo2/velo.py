@@ -10,8 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from celo2.rule import Rule, RuleConfig, check_choices, match_shapes, truncated_normal
-from celo2.rule import weight_shapes as mlp_shapes
+from celo2.rule import (
+    Rule,
+    RuleConfig,
+    check_choices,
+    match_shapes,
+    truncated_normal,
+    weight_shapes,
+)
 
 Optimizer = Literal["velo", "celo"]
 
@@ -90,10 +96,10 @@ class VeloRule(Rule):
     config: VeloConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self):
-        check_shapes(self.config, {name: np.shape(w) for name, w in self.weights.items()})
+        check_velo_shapes(self.config, {name: np.shape(w) for name, w in self.weights.items()})
 
 
-def weight_shapes(config: VeloConfig) -> dict[str, tuple[int, ...]]:
+def velo_shapes(config: VeloConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every array of a rule with this config."""
     width = config.lstm
     layers = {
@@ -105,7 +111,7 @@ def weight_shapes(config: VeloConfig) -> dict[str, tuple[int, ...]]:
         "step_size": (width, 1),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        name: (config.banks, *shape) for name, shape in mlp_shapes(MLP).items()
+        name: (config.banks, *shape) for name, shape in weight_shapes(MLP).items()
     }
     shapes |= {"lstm.hidden": (1, width), "lstm.cell": (1, width)}
     for name, (fan_in, fan_out) in layers.items():
@@ -113,23 +119,23 @@ def weight_shapes(config: VeloConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(config: VeloConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_velo_shapes(config: VeloConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a ValueError that says how `shapes` differs from what `config` needs."""
     what = f"A rule for {config.optimizer} with lstm={config.lstm} and banks={config.banks}"
-    match_shapes(what, weight_shapes(config), shapes, "was it made with other widths?")
+    match_shapes(what, velo_shapes(config), shapes, "was it made with other widths?")
 
 
-def initial_weights(config: VeloConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def initial_velo_weights(config: VeloConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Fresh weights as the published code draws them: a normal cut at two standard deviations of
     1/√fan_in, everything else zero.
 
-    >>> weights = initial_weights(CELO, np.random.default_rng(0))
+    >>> weights = initial_velo_weights(CELO, np.random.default_rng(0))
     """
     return {
         name: truncated_normal(rng, shape) / np.float32(math.sqrt(shape[-2]))
         if name.endswith(".w") or name.startswith("w")
         else np.zeros(shape, np.float32)
-        for name, shape in weight_shapes(config).items()
+        for name, shape in velo_shapes(config).items()
     }
 
 

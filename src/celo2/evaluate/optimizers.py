@@ -18,7 +18,7 @@ from celo2.evaluate.config import (
     find_variant,
 )
 from celo2.jax import celo, celo2, velo
-from celo2.jax.optimizer import route_all
+from celo2.jax.optimizer import route_all, scale_rate
 from celo2.rule import ADAM_MULTIPLIER, CELO2, Rule
 from celo2.rulefile import as_rule, as_velo_rule, digest
 from celo2.runs.fields import import_function
@@ -63,7 +63,7 @@ def _muon(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransfor
     return baselines.muon(
         schedule,
         weight_decay=config.weight_decay,
-        adam_learning_rate=_times(config.adam_multiplier or 1.0, schedule),
+        adam_learning_rate=scale_rate(config.adam_multiplier or 1.0, schedule),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
@@ -78,11 +78,12 @@ def _sgd(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransform
     )
 
 
-def _lion(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.lion(schedule, weight_decay=config.weight_decay)
-
-
-BASELINES: dict[str, Make] = {"adamw": _adamw, "muon": _muon, "sgd": _sgd, "lion": _lion}
+BASELINES: dict[str, Make] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "sgd": _sgd,
+    "lion": lambda config, schedule: optax.lion(schedule, weight_decay=config.weight_decay),
+}
 OPTIMIZERS = (*VARIANTS, *BASELINES)
 
 
@@ -138,7 +139,7 @@ def _celo2(config: RunConfig, rule: Rule, schedule: optax.Schedule) -> optax.Gra
         weight_decay=config.weight_decay,
         rms_scale=variant.rms_scale,
         scale=config.scale,
-        adam_learning_rate=_times(multiplier, schedule),
+        adam_learning_rate=scale_rate(multiplier, schedule),
         adam_b1=config.b1,
         adam_b2=config.b2,
         adam_eps=config.eps,
@@ -164,10 +165,6 @@ def _own(config: RunConfig, schedule: optax.Schedule) -> optax.GradientTransform
             "GradientTransformation."
         )
     return tx
-
-
-def _times(factor: float, schedule: optax.Schedule) -> optax.Schedule:
-    return lambda count: factor * schedule(count)
 
 
 GROUPS = {"rule": "hidden", "adam": "other"}

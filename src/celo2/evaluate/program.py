@@ -44,7 +44,7 @@ from celo2.rule import Rule
 from celo2.rulefile import as_rule
 from celo2.runs.checkpoint import digest_arrays, like_tree, name_arrays
 from celo2.tasks import Stream, Task, TaskSpec, Trainer, supervised
-from celo2.velo import CELO, VELO, VeloRule, initial_weights
+from celo2.velo import CELO, VELO, VeloRule, initial_velo_weights
 
 KEPT = 16  # programs
 _programs: dict[Any, "RunProgram"] = {}  # the newest last
@@ -116,7 +116,7 @@ def set_up(
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
-    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem)
+    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem, mesh)
     arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
     given = batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
     abstract = jax.eval_shape(lambda key: trainer(given).init(key), jax.random.key(0))
@@ -225,9 +225,10 @@ def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
     }
 
 
-def _is_slow_in_loops(problem: Any) -> bool:
+def _is_slow_in_loops(problem: Any, mesh: Mesh | None) -> bool:
     """Whether the loss has convolutions, on a CPU: XLA makes them 17 times as slow in a loop."""
-    if jax.default_backend() != "cpu" or not isinstance(problem, Task):
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if platform != "cpu" or not isinstance(problem, Task):
         return False
     params = jax.eval_shape(problem.init, jax.random.key(0))
     return "conv_general_dilated" in str(jax.make_jaxpr(problem.loss)(params, _batch(problem)))
@@ -338,7 +339,8 @@ class RunProgram(NamedTuple):
             for step in range(first, last):
                 carry = self.advance_compiled(batches.at(step), *fixed, carry)
                 # Many collectives in a queue may block each other on CPU devices.
-                if jax.default_backend() == "cpu" and not carry.finite:
+                devices = carry.finite.sharding.device_set
+                if next(iter(devices)).platform == "cpu" and not carry.finite:
                     break
         step = int(carry.step)
         results = jax.device_get((carry.totals, carry.state.optimizer.norms))
@@ -388,13 +390,14 @@ def _compile_program(
     with in_mesh(mesh):
         evaluated = evaluate.lower(setup.given, setup.abstract, np.int32(0))
     check_metric(setup, evaluated.out_info)
+    memory = compiled.memory_analysis()
     return RunProgram(
         setup=setup,
         metrics=metrics,
         advance_compiled=compiled,
         evaluate_compiled=evaluated.compile(),
         compile_seconds=time.monotonic() - start,
-        temporary_bytes=_temporary_bytes(compiled),
+        temporary_bytes=None if memory is None else int(memory.temp_size_in_bytes),
     )
 
 
@@ -466,11 +469,6 @@ def _keys(seed: Array | int) -> tuple[Array, Array]:
     return init_key, step_key
 
 
-def _temporary_bytes(compiled: Any) -> int | None:
-    analysis = compiled.memory_analysis()
-    return None if analysis is None else int(analysis.temp_size_in_bytes)
-
-
 def describe(config: RunConfig) -> dict[str, Any]:
     """What the run would be: sizes, bytes, tokens, learning rates; raises if it cannot be built.
 
@@ -528,7 +526,7 @@ def stand_in(optimizer: str) -> tuple[str, Rule] | None:
         return None
     if variant.optimizer != "celo2":
         config = {"velo": VELO, "celo": CELO}[variant.optimizer]
-        weights = initial_weights(config, np.random.default_rng(0))
+        weights = initial_velo_weights(config, np.random.default_rng(0))
         return f"an untrained {variant.optimizer}", VeloRule(config, weights)
     name = "celo2-base" if "base" in variant.rule else "celo2"
     return name, as_rule(name)

@@ -22,7 +22,7 @@ class Features(NamedTuple):
 
     planes: list[Plane]
     # Row and column features, (columns, …): constant along the largest or the second largest axis,
-    # where they have length 1 and are never spread out. A vector has none.
+    # where they have length 1 and are never broadcast. A vector has none.
     stripes: tuple[Array, ...]
 
 

@@ -37,8 +37,7 @@ from celo2.jax.optimizer import (
 )
 from celo2.jax.update import FORMS, Weights, normalize_inputs, run_mlp
 from celo2.routing import Axes, MatrixView, axes_of, published_view
-from celo2.rule import RMS_EPSILON, Rule
-from celo2.rule import weight_shapes as mlp_shapes
+from celo2.rule import RMS_EPSILON, Rule, weight_shapes
 from celo2.rulefile import as_velo_rule
 from celo2.velo import FRACTIONS, LOSS_MEANS, MLP, RANKS, STATISTICS, Optimizer, VeloConfig
 
@@ -153,7 +152,6 @@ def _steered(
     loaded = as_velo_rule(rule, optimizer)
     config = loaded.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in loaded.weights.items()}
-    read, control = STEERING[optimizer]
     times = mean_times(config.loss_horizon or int(num_steps))
 
     def init(params: optax.Params) -> LstmState:
@@ -180,16 +178,16 @@ def _steered(
         tensors = [
             _view(*tensor) for tensor in zip(grads, jax.tree.leaves(params), memory, strict=True)
         ]
-        if not _is_zero(weight_decay):
+        if not (isinstance(weight_decay, (int, float)) and weight_decay == 0):
             loss, tensors = _decay_coupled(weight_decay, loss, tensors)
 
         means, minima, of_loss = read_loss(
             times, state.count, state.loss_means, state.loss_minima, loss
         )
         progress = jnp.concatenate([time_features(state.count, num_steps), of_loss])
-        inputs = read(progress, tensors)
+        inputs = READ[optimizer](progress, tensors)
         hidden, cell = lstm_step(weights, inputs, state.hidden, state.cell)
-        mlps, scales = control(config, weights, hidden, len(tensors))
+        mlps, scales = CONTROL[optimizer](config, weights, hidden, len(tensors))
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         jobs, stored = [], []
@@ -243,10 +241,6 @@ def _view(grad: Array, param: Array, memory: Accumulators) -> Tensor:
 @functools.partial(jax.jit, static_argnums=0)  # one trace for each shape
 def _accumulate(axes: Axes, grad: Array, memory: Accumulators) -> Accumulators:
     return accumulate(MLP, axes, clip_gradient(grad), memory)
-
-
-def _is_zero(weight_decay: float | Array) -> bool:
-    return isinstance(weight_decay, (int, float)) and weight_decay == 0
 
 
 def _decay_coupled(
@@ -349,12 +343,6 @@ def _read_tensors(progress: Array, tensors: list[Tensor]) -> Array:
     return jnp.stack(rows) if rows else jnp.zeros((0, progress.size + STATISTICS))
 
 
-def _read_run(progress: Array, tensors: list[Tensor]) -> Array:
-    """Celo's inputs: one row, the same for all tensors."""
-    del tensors
-    return progress[None]
-
-
 def tensor_statistics(tensor: Tensor) -> list[Array]:
     """What VeLO's LSTM sees of a tensor: sizes of its accumulators, and its rank."""
     momenta, rms = tensor.memory.momentum, tensor.memory.rms
@@ -385,7 +373,7 @@ def _mix_mlps(
     del tensors
     controls = _layer(weights, "controls", hidden) * (config.bank_scale / config.banks)
     mix = functools.partial(jnp.tensordot, controls, axes=1, precision=lax.Precision.HIGHEST)
-    return {name: mix(weights[name]) for name in mlp_shapes(MLP)}, _step_size(weights, hidden)
+    return {name: mix(weights[name]) for name in weight_shapes(MLP)}, _step_size(weights, hidden)
 
 
 def _scale_mlp(
@@ -393,7 +381,7 @@ def _scale_mlp(
 ) -> tuple[dict[str, Array], Array]:
     """Celo's control: the one MLP and one positive factor, for all tensors."""
     del config
-    mlps = {name: jnp.repeat(weights[name], tensors, 0) for name in mlp_shapes(MLP)}
+    mlps = {name: jnp.repeat(weights[name], tensors, 0) for name in weight_shapes(MLP)}
     return mlps, jnp.repeat(CELO_SCALE * jnp.exp(_step_size(weights, hidden)), tensors)
 
 
@@ -401,14 +389,15 @@ def _step_size(weights: Weights, hidden: Array) -> Array:
     return _layer(weights, "step_size", hidden)[:, 0]
 
 
-class Steering(NamedTuple):
-    """What the LSTM reads and what it controls."""
-
-    read: Callable[[Array, list[Tensor]], Array]
-    control: Callable[[VeloConfig, Weights, Array, int], tuple[dict[str, Array], Array]]
-
-
-STEERING = {"velo": Steering(_read_tensors, _mix_mlps), "celo": Steering(_read_run, _scale_mlp)}
+# What the LSTM reads, which for Celo is one row for all tensors, and what it controls.
+READ: dict[str, Callable[[Array, list[Tensor]], Array]] = {
+    "velo": _read_tensors,
+    "celo": lambda progress, tensors: progress[None],
+}
+CONTROL: dict[str, Callable[..., tuple[dict[str, Array], Array]]] = {
+    "velo": _mix_mlps,
+    "celo": _scale_mlp,
+}
 
 
 def tensor_step(axes: Axes, tensor: tuple[Weights, Array, Array, Array, Accumulators]) -> Array:

@@ -129,7 +129,8 @@ def scale_by_celo2(
     )
 
     def views_of(params) -> list[MatrixView]:
-        return [route.view for route in leaf_routes(params, rule.config, overrides, published)]
+        routes = route_all(params, rule.config, overrides=overrides, published=published)
+        return [route.view for route in routes]
 
     def init(params: optax.Params) -> optax.OptState:
         check_leaves(params)
@@ -366,7 +367,7 @@ def celo2(
         _guarded(adam, skip_nonfinite),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(
-            _times(ADAM_MULTIPLIER, learning_rate)
+            scale_rate(ADAM_MULTIPLIER, learning_rate)
             if adam_learning_rate is None
             else adam_learning_rate
         ),
@@ -385,7 +386,7 @@ def celo2(
 
     def init(params: optax.Params) -> optax.OptState:
         check_leaves(params)
-        check_overrides_match(overrides, params)
+        check_overrides(overrides, leaf_paths(params))
         return partition(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
@@ -432,7 +433,8 @@ def _rescale(
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _times(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
+def scale_rate(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
+    """A learning rate, or a schedule, times a factor."""
     if callable(rate):
         return lambda count: factor * rate(count)
     return factor * rate
@@ -549,7 +551,7 @@ def explain(
         [('embed', 'adam'), ('mlp', 'rule')]
     """
     check_leaves(params)
-    check_overrides_match(overrides, params)
+    check_overrides(overrides, leaf_paths(params))
     routes = route_all(params, as_rule(rule).config, adam_mask, overrides, published)
     return Explanation(
         Line(path, leaf.shape, *route, route.view.shape(leaf.shape), math.prod(leaf.shape))
@@ -573,19 +575,6 @@ def _unboxed(path: tuple) -> tuple:
     return path[:-1] if boxed else path
 
 
-def leaf_routes(
-    tree,
-    config: RuleConfig,
-    overrides: Overrides | None = None,
-    published: bool = False,
-) -> list[Route]:
-    """The route of every leaf, in the order of `jax.tree.leaves`."""
-    return [
-        route(path, leaf.shape, config, overrides, published)
-        for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-    ]
-
-
 def route_all(
     tree,
     config: RuleConfig,
@@ -593,8 +582,11 @@ def route_all(
     overrides: Overrides | None = None,
     published: bool = False,
 ) -> list[Route]:
-    """The route of every leaf, the user's mask included."""
-    routes = leaf_routes(tree, config, overrides, published)
+    """The route of every leaf in the order of `jax.tree.leaves`, the user's mask included."""
+    routes = [
+        route(path, leaf.shape, config, overrides, published)
+        for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+    ]
     if adam_mask is None or not routes:
         return routes
     # A tree may be callable too, an equinox module for one.
@@ -609,9 +601,10 @@ def route_all(
 
 def to_view(x: Array, view: MatrixView) -> Array:
     """A stored tensor as (batch…, in, out)."""
+    shape = view.shape(x.shape)
     if view.order != tuple(range(x.ndim)):
         x = jnp.transpose(x, view.order)
-    return x.reshape(view.shape(_inverse_permute(x.shape, view.order)))
+    return x.reshape(shape)
 
 
 def from_view(x: Array, view: MatrixView, stored: tuple[int, ...]) -> Array:
@@ -619,15 +612,7 @@ def from_view(x: Array, view: MatrixView, stored: tuple[int, ...]) -> Array:
     x = x.reshape(tuple(stored[axis] for axis in view.order))
     if view.order == tuple(range(len(stored))):
         return x
-    return jnp.transpose(x, _inverse(view.order))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _inverse_permute(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(shape[axis] for axis in _inverse(order))
+    return jnp.transpose(x, sorted(range(len(stored)), key=view.order.__getitem__))
 
 
 def check_leaves(params) -> None:
@@ -659,12 +644,3 @@ def check_same_tree(tree, params, what: str = "gradients") -> None:
                 f"{path} has shape {jnp.shape(leaf)} in the {what} and {jnp.shape(param)} in the "
                 "parameters."
             )
-
-
-def check_overrides_match(overrides: Overrides | None, params) -> None:
-    """Raises a ValueError for an override that matches no leaf of the whole tree.
-
-    `optax.tree.map_params` makes a state for a tree without leaves, which any override fits.
-    """
-    if paths := leaf_paths(params):
-        check_overrides(overrides, paths)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from celo2.rulefile import ask_hub, import_extra, offline_is_wished
+from celo2.rulefile import ask_hub, import_extra, offline_is_set
 
 ENVIRONMENT = "CELO2_DATA"
 
@@ -98,7 +98,7 @@ def hub_access(what: str, instead: str) -> Iterator[None]:
         instead: what the user may do without network; it ends the error.
     """
     settings = import_extra("huggingface_hub.constants", "data")
-    offline = offline_is_wished()
+    offline = offline_is_set()
     try:
         if not offline:
             ask_hub()

@@ -305,17 +305,6 @@ def check_settings(group: dict[str, Any]) -> None:
         raise ValueError(f'updater={group["updater"]!r} is not "rule", "adam" or None.')
 
 
-def check_patterns(overrides: Overrides) -> None:
-    """Raises a ValueError for an override that is no regular expression."""
-    for pattern in overrides:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"override {pattern!r} is not a regular expression: {error}."
-            ) from None
-
-
 def check_names(overrides: Overrides, groups: list[dict[str, Any]]) -> None:
     """Raises a ValueError for overrides that reach no parameter."""
     names = [name for group in groups for name in group.get("param_names", ())]

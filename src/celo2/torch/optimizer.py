@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from celo2.routing import Explanation, Overrides, Route, Scale, scale_factor
+from celo2.routing import Explanation, Overrides, Route, Scale, check_patterns, scale_factor
 from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
 from celo2.rulefile import as_rule, digest
 from celo2.torch.grouping import (
@@ -27,7 +27,6 @@ from celo2.torch.modules import (
     check_gradients,
     check_names,
     check_params,
-    check_patterns,
     check_settings,
     explain_groups,
     find_modules,
