@@ -25,7 +25,8 @@ def measure(preset: str, problems: int, iterations: int) -> float:
 
     from celo2.metatrain.config import PRESETS
     from celo2.metatrain.families import load_families
-    from celo2.metatrain.outer import build, make_mesh
+    from celo2.metatrain.outer import build
+    from celo2.runs.processes import make_mesh
 
     config = dataclasses.replace(PRESETS[preset], datasets=("digits",), problems=problems)
     families, _ = load_families(config)

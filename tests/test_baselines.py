@@ -8,7 +8,7 @@ from rules import jit
 
 
 def test_muon_takes_what_the_rule_takes():
-    params = init_patch_convnet(jax.random.key(0))
+    params = init_patch_convnet(jax.random.key(0), (16, 32, 32))
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
     tx = muon(lambda count: 1.0)
     updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)

@@ -24,8 +24,8 @@ def test_tokens_makes_a_folder_that_check_accepts(tmp_path, text, monkeypatch, c
     assert cli.main(["data", "tokens", out, *options, "--valid-every", "4"]) == 0
     captured = capsys.readouterr()
     made = tokens.read_token_folder(out)
-    assert 100_000 <= made.train.count + made.valid.count < 120_000
-    assert f"{made.train.count:,} for train" in captured.out and made.checksum() in captured.out
+    assert 100_000 <= made.train.total + made.valid.total < 120_000
+    assert f"{made.train.total:,} for train" in captured.out and made.checksum() in captured.out
     assert "/100k" in captured.err and "documents" in captured.err
     assert cli.main(["data", "check", out]) == 0
     assert made.checksum() in capsys.readouterr().out

@@ -15,7 +15,7 @@ from celo2.commands import meta_train
 from celo2.commands.meta_train import parse_options
 from celo2.metatrain import PRESETS
 from celo2.runs import records
-from celo2.runs.checkpoint import read
+from celo2.runs.checkpoint import read_one
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunFolder
 from celo2.runs.processes import largest_divisor
@@ -191,7 +191,7 @@ def run_meta(out, count, *options) -> None:
 def test_two_processes_find_the_gradient_of_one_device(tmp_path):
     run_meta(tmp_path / "two", 2, "--iterations", "2", "--checkpoint-every", "1")
     run(tmp_path / "one", tiny(iterations=2), checkpoint_every=1)
-    two, one = (read(tmp_path / name / "checkpoints", 1) for name in ("two", "one"))
+    two, one = (read_one(tmp_path / name / "checkpoints", 1) for name in ("two", "one"))
     for name in ("w0", "b0", "w1", "b1"):
         moment = f"outer.0.mu.{name}"  # a tenth of the first gradient
         scale = np.abs(one.arrays[moment]).max()
@@ -210,7 +210,7 @@ def test_run_of_two_processes_resumes_exactly_and_in_another_number_of_processes
     run_meta(tmp_path / "whole", 2, "--iterations", "8")
     run_meta(tmp_path / "cut", 2, "--iterations", "4")
     run_meta(tmp_path / "cut", 2, "--iterations", "8", "--resume")
-    whole, cut = (read(tmp_path / name / "checkpoints", 8) for name in ("whole", "cut"))
+    whole, cut = (read_one(tmp_path / name / "checkpoints", 8) for name in ("whole", "cut"))
     assert whole.meta["digest"] == cut.meta["digest"]
     rows = run(tmp_path / "cut", tiny(iterations=10), resume=True)
     assert rows[0]["iteration"] == 8 and rows[-1]["iteration"] == 10
@@ -228,7 +228,9 @@ def test_damage_in_one_process_s_part_sends_all_to_the_checkpoint_before(tmp_pat
         run_meta(tmp_path / name, 2, *options, "6")
     warnings = of_kind(records.read(harmed / "records.jsonl"), "warning")
     assert "checkpoint of iteration 4 is damaged" in warnings[0]["cause"]
-    digests = [read(tmp_path / n / "checkpoints", 6).meta["digest"] for n in ("whole", "harmed")]
+    digests = [
+        read_one(tmp_path / n / "checkpoints", 6).meta["digest"] for n in ("whole", "harmed")
+    ]
     assert digests[0] == digests[1]
 
 

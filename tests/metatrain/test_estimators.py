@@ -11,6 +11,7 @@ from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
 from celo2.metatrain import estimators, inner, outer
 from celo2.rule import make_odd, odd_features
+from celo2.runs.processes import make_mesh
 from rules import jit
 
 PAIRS = 4096
@@ -221,7 +222,7 @@ def noisy():
     """Two tasks of two problems each, with random data: config, family, state and estimate."""
     config = tiny_config(rule=SMOOTH, problems=2)
     family = quadratic(config, noise=1.0, names=("one", "two"))
-    program = outer.build(config, [family], outer.make_mesh())
+    program = outer.build(config, [family], make_mesh())
     state = program.init(WEIGHTS)
     # A copy, since the program uses up what it is given.
     problems = jax.tree.map(jnp.copy, state.problems[0])

@@ -9,6 +9,7 @@ from quadratics import RULE, WEIGHTS, quadratic, tiny_config
 
 from celo2.metatrain import outer
 from celo2.rule import make_odd
+from celo2.runs.processes import make_mesh
 
 SMOOTH = dataclasses.replace(RULE, orthogonalize=False)
 
@@ -26,7 +27,7 @@ def program_of(scales, weights, changes):
                 loss=lambda p, b, s=scale, loss=loss: s * loss(p, b), weight=weight, classes=10**9
             )
         )
-    return outer.build(config, families, outer.make_mesh())
+    return outer.build(config, families, make_mesh())
 
 
 def first_step(scales=(1.0,), weights=(1.0,), steps=1, **changes):

@@ -152,7 +152,7 @@ def test_checkpoint_of_another_state_is_refused_by_the_arrays_that_differ(tmp_pa
         for name, a in state.items()
     }
     with pytest.raises(RunRefused, match=message):
-        checkpoint.read(tmp_path, 1, abstract)
+        checkpoint.read_one(tmp_path, 1, abstract)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

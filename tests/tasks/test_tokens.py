@@ -321,7 +321,7 @@ NUMBERS = "".join(f"{i}\n" for i in range(40_000))  # 229 kB: 14 pieces
 
 
 def text_of(split):
-    return bytes(tokens.read_tokens(split, 0, split.count).tolist()).decode()
+    return bytes(tokens.read_tokens(split, 0, split.total).tolist()).decode()
 
 
 def write_jsonl(path, texts, field="text"):
@@ -424,7 +424,7 @@ def test_making_stops_with_the_document_that_reaches_the_limit(tmp_path):
         tokens=21,
         report=lambda *progress: seen.append(progress),
     )
-    assert (made.valid.count, made.train.count) == (5, 20)
+    assert (made.valid.total, made.train.total) == (5, 20)
     assert seen[-1] == (5, 25)
 
 
@@ -567,7 +567,7 @@ def test_fineweb_is_streamed_until_the_limit(tmp_path, monkeypatch):
     place, options = hub.asked[0]
     assert place == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
     assert options == {"split": "train", "streaming": True}
-    assert made.train.count + made.valid.count == 700 and len(read) <= tokens.BATCH_DOCUMENTS
+    assert made.train.total + made.valid.total == 700 and len(read) <= tokens.BATCH_DOCUMENTS
     assert made.source == "HuggingFaceFW/fineweb-edu sample-10BT"
 
 

@@ -99,7 +99,7 @@ COMMANDS = {"fetch": fetch_datasets, "tokens": make_token_folder, "check": check
 
 def describe_folder(folder: TokenFolder) -> str:
     """A token folder in lines."""
-    counts = ", ".join(f"{getattr(folder, split).count:,} for {split}" for split in SPLITS)
+    counts = ", ".join(f"{getattr(folder, split).total:,} for {split}" for split in SPLITS)
     return "\n".join(
         (
             f"{folder.path}: {counts}",

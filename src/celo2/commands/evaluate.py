@@ -1,13 +1,12 @@
 """`celo2 run`, `sweep`, `report`, `plot` and `try`: training runs, and what they show."""
 
 import json as jsonlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from celo2.commands.progress import Flat, progress_bar, say, set_up_logging, tracked
-from celo2.evaluate import Recipe, RunConfig, describe, read_recipe, validation
+from celo2.evaluate import Recipe, RunConfig, describe, read_recipe
 from celo2.evaluate import run as train
 from celo2.evaluate import sweep as run_sweep
 from celo2.evaluate.comparison import (
@@ -23,7 +22,7 @@ from celo2.evaluate.comparison import (
 from celo2.evaluate.comparison import pack as write_packed
 from celo2.evaluate.config import find_task, resolve
 from celo2.evaluate.recipe import choose, count_all_runs, split_label
-from celo2.evaluate.sweeps import make_rules, share_sweep
+from celo2.evaluate.sweeps import MadeRule, make_rules, share_sweep, without_missing
 from celo2.runs.fields import search_working_directory, to_fields
 from celo2.runs.folder import RunFolder, locked
 from celo2.runs.processes import (
@@ -31,7 +30,7 @@ from celo2.runs.processes import (
     DIVERGED,
     STOPPED,
     Launch,
-    ending_together,
+    exit_if_lost,
     is_primary,
     start_mesh,
     stop_on_signal,
@@ -79,7 +78,7 @@ def run(
     set_up_logging()
     devices = start_mesh(mesh, launch)
     folder = Path(out) if out else Path("runs") / name_of(config)
-    with stop_on_signal(say) as asked, ending_together():
+    with stop_on_signal(say) as asked, exit_if_lost():
         rows = train(
             config,
             folder,
@@ -158,7 +157,7 @@ def sweep(
     if known is not None:
         say(f"{unpack(known, folder)} runs taken from {known}")
     outcomes: list[Outcome] = []
-    with stop_on_signal(say) as asked, ending_together():
+    with stop_on_signal(say) as asked, exit_if_lost():
         if jobs > 1 or accelerators:
             same = [recipe, "--out", str(folder), *(["--data", data] if data else [])]
             same += ["--also", *also] if also else []
@@ -166,7 +165,9 @@ def sweep(
             failed = share_sweep(same, accelerators or ("",) * jobs, len(plan.runs), asked)
         else:
             devices = start_mesh(mesh, launch)
-            ready = train_rules(plan, data, first, asked)
+            begin = first * len(plan.rules) // len(plan.runs)
+            rules = make_rules(plan.rules, data=data, first=begin, stop=asked)
+            ready = without_missing(plan, show_rules(rules, len(plan.rules)))
             if ready.runs and not asked():
                 made = run_sweep(
                     ready,
@@ -184,17 +185,12 @@ def sweep(
     return asked.status or int(failed)
 
 
-def train_rules(plan: Recipe, data: str | None, first: int, stop: Callable[[], bool]) -> Recipe:
-    """Makes the rules that the recipe trains; gives the recipe without runs that have none."""
-    begin = first * len(plan.rules) // len(plan.runs)
-    there = set()
-    for count, made in enumerate(make_rules(plan.rules, data=data, first=begin, stop=stop), 1):
-        if made.error is None:
-            there.add(str(made.rule.file))
+def show_rules(rules: Iterable[MadeRule], total: int) -> Iterator[MadeRule]:
+    """A line for each rule of a recipe when it is there."""
+    for count, made in enumerate(rules, start=1):
         if is_primary():
-            say(f"rule {count} of {len(plan.rules)} {made.rule.file}: {made.error or 'is there'}")
-    missing = {str(rule.file) for rule in plan.rules} - there
-    return replace(plan, runs=tuple(c for c in plan.runs if c.optimizer not in missing))
+            say(f"rule {count} of {total} {made.rule.file}: {made.error or 'is there'}")
+        yield made
 
 
 def show_comparison(
@@ -252,7 +248,7 @@ def show_plan(plan: Recipe) -> None:
 
 def try_rule(
     rule: str,
-    size: validation.Size | None = None,
+    size: Literal["quick", "full"] | None = None,
     against: str = "adamw,muon",
     adam_multiplier: float | None = None,
     data: str | None = None,
@@ -277,6 +273,8 @@ def try_rule(
             runs/try-full or runs/try-quick.
         json: print one JSON object with every rate's loss instead of a table.
     """
+    from celo2.evaluate import validation
+
     set_up_logging()
     size = size or validation.default_size(data)
     others = [name.strip() for name in against.split(",") if name.strip()]

@@ -27,7 +27,7 @@ from celo2.runs.processes import (
     STOPPED,
     Launch,
     cores,
-    ending_together,
+    exit_if_lost,
     is_primary,
     largest_divisor,
     start_devices,
@@ -91,7 +91,7 @@ def meta_train(arguments: list[str]) -> int:
     search_working_directory()
     set_up_logging()
     start_devices(options.launch, default_devices(options))
-    with stop_on_signal(say if is_primary() else lambda text: None) as asked, ending_together():
+    with stop_on_signal(say if is_primary() else lambda text: None) as asked, exit_if_lost():
         rows = metatrain(
             options.meta,
             options.out,
@@ -231,17 +231,20 @@ def status_table(facts: dict[str, Any]) -> str:
     """The facts in lines, for people."""
     process = facts["process"] or {}
     where = f", process {process.get('pid')} on {process.get('host')}" if process else ""
-    rate = facts["inner_steps_per_second"]
+    rate, best, seconds = facts["inner_steps_per_second"], facts["best"], facts["seconds_left"]
+    left = "?" if seconds is None else f"{seconds / 3600:.2f} h"
     losses = ", ".join(f"{name} {loss}" for name, loss in facts["family_loss"].items())
     lines = {
         "run": facts["run"],
         "state": facts["state"] + where,
         "iteration": f"{facts['iteration']} of {facts['iterations']}",
         "meta-loss": f"{facts['loss']} ({losses})" if losses else "none yet",
-        "time": f"{facts['elapsed'] / 3600:.2f} h, about {as_hours(facts['seconds_left'])} left",
+        "time": f"{facts['elapsed'] / 3600:.2f} h, about {left} left",
         "rate": f"{rate:,.0f} inner steps/s" if rate else "none yet",
         "checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none yet",
-        "best": best_line(facts["best"]),
+        "best": f"held-out score {best['score']:.4f} at iteration {best['iteration']}"
+        if best
+        else "none yet",
         "digest": facts["digest"] or "none yet",
     }
     for damaged, cause in facts["damaged"].items():
@@ -250,13 +253,3 @@ def status_table(facts: dict[str, Any]) -> str:
         lines[f"warning {row['iteration']}"] = row["cause"]
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
-
-
-def as_hours(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds / 3600:.2f} h"
-
-
-def best_line(best: dict[str, Any] | None) -> str:
-    if best is None:
-        return "none yet"
-    return f"held-out score {best['score']:.4f} at iteration {best['iteration']}"

@@ -13,7 +13,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -62,7 +61,7 @@ def plot_sweep(folder: str | PathLike, out: str | PathLike | None = None) -> lis
     paths = []
     for name, figure in _figures(sweep):
         paths.append(target / f"{name}.png")
-        FigureCanvasAgg(figure).print_figure(paths[-1], dpi=DPI)
+        figure.savefig(paths[-1], dpi=DPI)
     return paths
 
 
@@ -90,7 +89,7 @@ def draw_curves(sweep: Sweep, task: str) -> Figure:
     figure, axes = _new_figure(f"{metric} by step", "step", metric)
     seen: list[Point] = []
     for entry in entries:
-        color, marker = _style(sweep, entry)
+        color, marker = _style(sweep, entry.label)
         train = thin(best_curve(entry, "train", "metrics", metric))
         valid = best_curve(entry, "valid", "metrics", metric)
         seen += train + valid
@@ -111,7 +110,7 @@ def draw_rates(sweep: Sweep, task: str) -> Figure:
     figure, axes = _new_figure(f"final validation {metric}", "learning rate", metric)
     rates, scores = [], []
     for entry in entries:
-        color, marker = _style(sweep, entry)
+        color, marker = _style(sweep, entry.label)
         points = sensitivity(entry)
         good = [(rate, score) for rate, score in points if score is not None]
         bad = [rate for rate, score in points if score is None]
@@ -139,7 +138,7 @@ def draw_rms(sweep: Sweep, task: str, *, field: str, title: str) -> Figure:
     figure, axes = _new_figure(title, "step", "")
     drawn, values = set(), []
     for entry in sweep.tasks[task]:
-        color, _ = _style(sweep, entry)
+        color, _ = _style(sweep, entry.label)
         curves = {group: best_curve(entry, "train", field, group) for group in LINE_STYLES}
         for group, points in curves.items():
             positive = [(step, value) for step, value in thin(points) if value > 0]
@@ -292,7 +291,7 @@ def draw_intervals(sweep: Sweep) -> Figure:
     figure, panels = _panels(list(panels_of))
     for axes, found in zip(panels, panels_of.values(), strict=True):
         for place, (label, interval) in enumerate(reversed(found.items())):
-            color, marker = _style_of(sweep, label)
+            color, marker = _style(sweep, label)
             ends = [interval.low, interval.high]
             axes.plot(ends, [place, place], color=color, linewidth=5, alpha=0.4)
             axes.plot(interval.value, place, marker, color=color)
@@ -344,11 +343,7 @@ def thin(points: Sequence[Point], bins: int = BINS) -> list[Point]:
     return [(float(step), float(value)) for step, value in (part.mean(axis=0) for part in parts)]
 
 
-def _style(sweep: Sweep, entry: Entry) -> tuple[str, str]:
-    return _style_of(sweep, entry.label)
-
-
-def _style_of(sweep: Sweep, label: str) -> tuple[str, str]:
+def _style(sweep: Sweep, label: str) -> tuple[str, str]:
     """Colour and marker; an optimizer has the same on every task."""
     labels = list(dict.fromkeys(e.label for entries in sweep.tasks.values() for e in entries))
     place = labels.index(label)

@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
@@ -28,11 +28,13 @@ from celo2.runs import records
 from celo2.runs.engine import Diverged
 from celo2.runs.fields import to_fields
 from celo2.runs.folder import RunTaken
-from celo2.runs.processes import Asked, cores, is_primary, some_process
+from celo2.runs.processes import StopRequest, cores, is_primary, some_process
 
 POLL_SECONDS = 0.5
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
 Stop = Callable[[], bool]
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class MadeRule(NamedTuple):
@@ -60,39 +62,52 @@ def make_rules(
         first: the rule to begin with; processes that share a sweep begin at different ones.
         stop: asked now and then; True saves the run under way and ends.
     """
-    waiting = [*rules[first:], *rules[:first]]
+    made = _make_each(
+        [*rules[first:], *rules[:first]], lambda rule: _make_rule(rule, data, stop), stop
+    )
+    yield from filter(None, made)  # but for one that was stopped
+
+
+def without_missing(recipe: Recipe, made: Iterable[MadeRule]) -> Recipe:
+    """The recipe without the runs whose rule was to be made and is not there."""
+    there = {str(rule.rule.file) for rule in made if rule.error is None}
+    missing = {str(rule.file) for rule in recipe.rules} - there
+    return replace(recipe, runs=tuple(c for c in recipe.runs if c.optimizer not in missing))
+
+
+def _make_each(items: Sequence[T], make: Callable[[T], U], stop: Stop) -> Iterator[U]:
+    """What `make` makes of each item; those that another process has at hand come last."""
+    waiting = list(items)
     while waiting:
         taken = []
-        for rule in waiting:
-            if some_process(stop())[0]:
+        for item in waiting:
+            if some_process(stop())[0]:  # also: none continues before all have ended the last one
                 return
             try:
-                made = _make_rule(rule, data, stop)
+                made = make(item)
             except RunTaken:
-                taken.append(rule)
-                continue
-            except Diverged as error:
-                yield MadeRule(rule, str(error))
-                continue
-            if not made:  # it was stopped
-                return
-            yield MadeRule(rule)
+                taken.append(item)
+            else:
+                yield made
         waiting = taken
-        if waiting:  # others are at work on these
+        if waiting:
             time.sleep(POLL_SECONDS)
 
 
-def _make_rule(rule: TrainedRule, data: str | PathLike | None, stop: Stop) -> bool:
-    """Whether the rule is there, as its runs use it."""
-    if not _is_trained(rule):
-        for _ in metatrain(rule.config, rule.folder, data=data, resume=True, stop=stop):
-            pass
-        some_process(False)  # all wait until the first has written the rule
+def _make_rule(rule: TrainedRule, data: str | PathLike | None, stop: Stop) -> MadeRule | None:
+    """The rule as its runs use it; None if it was stopped."""
+    try:
+        if not _is_trained(rule):
+            for _ in metatrain(rule.config, rule.folder, data=data, resume=True, stop=stop):
+                pass
+            some_process(False)  # all wait until the first has written the rule
+    except Diverged as error:
+        return MadeRule(rule, str(error))
     trained = _is_trained(rule)
     if trained and rule.used != rule.config.rule and is_primary():
         save(replace(load(rule.folder / RULE), config=rule.used), rule.file)
     some_process(False)
-    return trained
+    return MadeRule(rule) if trained else None
 
 
 def _is_trained(rule: TrainedRule) -> bool:
@@ -143,14 +158,17 @@ def sweep(
     known |= {c: read_outcome(c, folder) for c in finals if c not in known}
     if is_primary():
         _write_index(folder, recipe, part, [c for c in finals if known[c].end is not None])
-    tuning = yield from _make_all([*tuning[first:], *tuning[:first]], make, stop)
-    if len(tuning) < len(recipe.runs):  # it was stopped
+    made = []
+    for outcome in _make_each([*tuning[first:], *tuning[:first]], make, stop):
+        yield outcome
+        made.append(outcome)
+    if len(made) < len(recipe.runs) or any(outcome.stopped for outcome in made):
         return
-    finals = _finals(recipe, tuning)
+    finals = _finals(recipe, made)
     if is_primary():
         _write_index(folder, recipe, part, finals)
     rest = [config for config in finals if config not in recipe.runs]
-    yield from _make_all([known.get(c) or read_outcome(c, folder) for c in rest], make, stop)
+    yield from _make_each([known.get(c) or read_outcome(c, folder) for c in rest], make, stop)
 
 
 def _finals(recipe: Recipe, tuning: Sequence[Outcome]) -> tuple[RunConfig, ...]:
@@ -159,32 +177,8 @@ def _finals(recipe: Recipe, tuning: Sequence[Outcome]) -> tuple[RunConfig, ...]:
     return recipe.finals([entry.best.config for entry in entries if entry.best.score is not None])
 
 
-def _make_all(
-    runs: Sequence[Outcome], make: Callable[[Outcome], Outcome], stop: Stop
-) -> Generator[Outcome, None, list[Outcome]]:
-    """Yields the runs as they end and returns them all, or fewer if it was asked to stop."""
-    waiting, done = list(runs), []
-    while waiting:
-        taken = []
-        for found in waiting:
-            if some_process(stop())[0]:  # also: none continues before all have ended the last run
-                return done
-            outcome = make(found)
-            if outcome.state == "waiting":
-                taken.append(found)
-                continue
-            yield outcome
-            if outcome.stopped:
-                return done
-            done.append(outcome)
-        waiting = taken
-        if waiting:  # others are at work on these
-            time.sleep(POLL_SECONDS)
-    return done
-
-
 def _make_run(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outcome:
-    """The run with its records; it is waiting still if another process makes it."""
+    """The run with its records."""
     if found.end is not None:
         return found
     target = folder / found.name
@@ -192,7 +186,7 @@ def _make_run(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outco
         rows = list(run(found.config, target, resume=True, stop=stop, **options))
         some_process(False)  # all wait until the first has written its records
     except RunTaken:
-        return found
+        raise
     except Exception as error:  # whatever a task, an optimizer or a disk may raise
         return _failed(found, target, f"{type(error).__name__}: {' '.join(str(error).split())}")
     if not rows or rows[0]["kind"] != "start":  # it was resumed, or made by another process
@@ -223,7 +217,9 @@ def _write_index(folder: Path, recipe: Recipe, part: bool, finals: Sequence[RunC
     write_whole(folder / INDEX, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def share_sweep(options: Sequence[str], devices: Sequence[str], runs: int, stop: Asked) -> bool:
+def share_sweep(
+    options: Sequence[str], devices: Sequence[str], runs: int, stop: StopRequest
+) -> bool:
     """Has as many processes as there are devices make a sweep's runs; True if one ended badly.
 
     Args:

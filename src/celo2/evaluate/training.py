@@ -141,8 +141,8 @@ def _training_job(run: TrainingRun, keep: bool) -> Job:
         row = {
             "kind": "train",
             "step": found.step,
-            "metrics": _shorten(found.metrics),
-            **_shorten(found.norms),
+            "metrics": records.shorten(found.metrics),
+            **records.shorten(found.norms),
             "seconds": round(run.seconds, 4),
         }
         rows, finite = [row], found.finite
@@ -171,7 +171,7 @@ def _training_job(run: TrainingRun, keep: bool) -> Job:
 
 
 def _validate(run: TrainingRun, state: Any, step: int) -> Row:
-    run.metrics = records.clean(_shorten(run.program.evaluate(state)))
+    run.metrics = records.clean(records.shorten(run.program.evaluate(state)))
     return {"kind": "valid", "step": step, "metrics": run.metrics}
 
 
@@ -237,10 +237,3 @@ def _unlike(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
         if name in ours and ours[name] != stored[name]:
             lines.append(f"the {name} have another SHA-256")
     return lines
-
-
-def _shorten(numbers: Any) -> Any:
-    """Six digits are enough for tables and pictures."""
-    if isinstance(numbers, dict):
-        return {name: _shorten(value) for name, value in numbers.items()}
-    return float(f"{numbers:.6g}")

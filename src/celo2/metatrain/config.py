@@ -191,10 +191,12 @@ class MetaConfig:
             )
 
 
-def of_family(config: MetaConfig, family: FamilyConfig) -> MetaConfig:
-    """The run's config with what the family has of its own."""
-    own = {name: getattr(family, name) for name in INHERITED}
-    changes = {name: value for name, value in own.items() if value is not None}
+def of_family(
+    config: MetaConfig, family: FamilyConfig, usual: Mapping[str, Any] | None = None
+) -> MetaConfig:
+    """The run's config with what the family has of its own, else with what is usual for it."""
+    own = {name: value for name, value in vars(family).items() if value is not None}
+    changes = {name: v for name, v in {**(usual or {}), **own}.items() if name in INHERITED}
     return dataclasses.replace(config, families=(), start_mix=(), start="random", **changes)
 
 

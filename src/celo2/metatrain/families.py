@@ -14,6 +14,7 @@ from celo2.metatrain.config import FamilyConfig, MetaConfig, of_family
 from celo2.runs.checkpoint import digest_arrays, name_arrays
 from celo2.runs.fields import import_function
 from celo2.tasks import (
+    ImageBank,
     ImageSet,
     LMConfig,
     Task,
@@ -64,6 +65,9 @@ class Family(NamedTuple):
         return self.config.problems * len(self.names)
 
 
+Made = tuple[Family, dict[str, str]]  # and the checksums of its data
+
+
 class Source(NamedTuple):
     """Families of tasks and the SHA-256 of each one's data."""
 
@@ -88,11 +92,11 @@ def load_families(
         made = [_image_mlp(config, data)]
     else:
         made = [_load(config, family, data) for family in config.families]
-    if config.datasets is not None and not any(uses_images for *_, uses_images in made):
+    if config.datasets is not None and not any(isinstance(f.data, ImageBank) for f, _ in made):
         raise ValueError(f"datasets={config.datasets}, but no family trains on images.")
     return Source(
-        tuple(family for family, *_ in made),
-        {name: value for _, checksums, _ in made for name, value in checksums.items()},
+        tuple(family for family, _ in made),
+        {name: value for _, checksums in made for name, value in checksums.items()},
     )
 
 
@@ -103,7 +107,7 @@ def count_problems(config: MetaConfig, data: str | PathLike | None = None) -> li
     counts = []
     for family in config.families:
         known = FAMILIES.get(family.name)
-        own = of_family(config, _with_defaults(family))
+        own = of_family(config, family, known and known.defaults)
         sets = len(image_sets(own, data, known.images)) if known and known.images else 1
         counts.append(own.problems * sets)
     return counts
@@ -120,36 +124,28 @@ def import_task(address: str) -> Task:
 class Known(NamedTuple):
     """A family of the table: how it is made, and the settings that suit it."""
 
-    make: Callable[[MetaConfig, Any], tuple[Family, dict[str, str], bool]]
+    make: Callable[[MetaConfig, Any], Made]
     defaults: dict[str, Any]
     images: Size | None  # of the image sets it trains on
 
 
-def _load(config: MetaConfig, family: FamilyConfig, data) -> tuple[Family, dict[str, str], bool]:
-    own = of_family(config, _with_defaults(family))
-    if family.name in FAMILIES:
-        made, checksums, on_images = FAMILIES[family.name].make(own, data)
+def _load(config: MetaConfig, family: FamilyConfig, data) -> Made:
+    known = FAMILIES.get(family.name)
+    own = of_family(config, family, known and known.defaults)
+    if known:
+        made, checksums = known.make(own, data)
     elif ":" in family.name:
-        made, checksums, on_images = _from_task(import_task(family.name), family.name, own)
+        made, checksums = _from_task(import_task(family.name), family.name, own)
     else:
         raise ValueError(
             f"{family.name!r} is not a family; there are {', '.join(FAMILIES)}, and "
             "module:function for a task of your own."
         )
     names = tuple(f"{family.name}/{name}" for name in made.names)
-    return made._replace(names=names, weight=family.weight), checksums, on_images
+    return made._replace(names=names, weight=family.weight), checksums
 
 
-def _with_defaults(family: FamilyConfig) -> FamilyConfig:
-    """The family with its table's settings where it has none of its own."""
-    known = FAMILIES.get(family.name)
-    if known is None:
-        return family
-    own = {name: value for name, value in vars(family).items() if value is not None}
-    return FamilyConfig(**(known.defaults | own))
-
-
-def _from_task(task: Task, name: str, config: MetaConfig) -> tuple[Family, dict[str, str], bool]:
+def _from_task(task: Task, name: str, config: MetaConfig) -> Made:
     """A family of one task, whose tensors are updated by whom `celo2` would choose."""
     arrays = name_arrays(jax.tree.map(np.asarray, task.data))
     family = Family(
@@ -160,7 +156,7 @@ def _from_task(task: Task, name: str, config: MetaConfig) -> tuple[Family, dict[
         data=task.data,
         config=config,
     )
-    return family, {name: digest_arrays(arrays)}, False
+    return family, {name: digest_arrays(arrays)}
 
 
 def image_family(
@@ -201,20 +197,13 @@ def image_sets(config: MetaConfig, data, size: Size = "8x8") -> tuple[ImageSet, 
     return tuple(load_images(name, data, size) for name in grey)
 
 
-def _on_images(
-    config: MetaConfig, data, size: Size = "8x8", **options
-) -> tuple[Family, dict[str, str], bool]:
+def _image_mlp(config: MetaConfig, data, size: Size = "8x8", **options) -> Made:
     sets = image_sets(config, data, size)
-    checksums = {_data_name(s): s.checksum() for s in sets}
-    return image_family(sets, config, **options), checksums, True
+    sides = [images.train_x.shape[1] for images in sets]
+    names = [s.name if n == 8 else f"{s.name}-{n}x{n}" for s, n in zip(sets, sides, strict=True)]
+    checksums = {name: images.checksum() for name, images in zip(names, sets, strict=True)}
+    return image_family(sets, config, **options), checksums
 
-
-def _data_name(images: ImageSet) -> str:
-    side = images.train_x.shape[1]
-    return images.name if side == 8 else f"{images.name}-{side}x{side}"
-
-
-_image_mlp = _on_images
 
 DEEP = (64, 48, 24, 24, CLASSES)
 VIT = ViTConfig(patch=2, width=16, layers=1, head_width=8)
@@ -224,40 +213,39 @@ LM = LMConfig(width=16, layers=1, head_width=8, length=16, vocab=64)
 DEEP_LM = LMConfig(width=32, layers=2, head_width=16, length=32, vocab=64)
 
 
-def _deep_mlp(config: MetaConfig, data):
-    return _on_images(config, data, init=partial(init_mlp, sizes=DEEP), overrides=None)
+_deep_mlp = partial(_image_mlp, init=partial(init_mlp, sizes=DEEP), overrides=None)
 
 
-def _pixel_mlp(config: MetaConfig, data):
+def _pixel_mlp(config: MetaConfig, data) -> Made:
     """On images as large as they come, most of whose pixels say little."""
     pixels = image_sets(config, data, "full")[0].train_x[0].size
     init = partial(init_mlp, sizes=(pixels, 32, 32, CLASSES))
-    return _on_images(config, data, "full", init=init, overrides=None)
+    return _image_mlp(config, data, "full", init=init, overrides=None)
 
 
-def _vit(model: ViTConfig, config: MetaConfig, data):
+def _vit(model: ViTConfig, config: MetaConfig, data) -> Made:
     def logits(params, x):
         return vit_logits(params, model, x.reshape(-1, 8, 8, 1))
 
-    return _on_images(
+    return _image_mlp(
         config, data, init=partial(init_vit, config=model), logits=logits, overrides=None
     )
 
 
-def _convnet(config: MetaConfig, data):
+def _convnet(config: MetaConfig, data) -> Made:
     def logits(params, x):
         return patch_convnet_logits(params, x.reshape(-1, 8, 8, 1), strides=(2, 2))
 
     init = partial(init_patch_convnet, widths=CONV)
-    return _on_images(config, data, init=init, logits=logits, overrides=None)
+    return _image_mlp(config, data, init=init, logits=logits, overrides=None)
 
 
-def _transformer(model: LMConfig, config: MetaConfig, data) -> tuple[Family, dict[str, str], bool]:
+def _transformer(model: LMConfig, config: MetaConfig, data) -> Made:
     """On the embedded text: other texts are for measuring rules."""
     corpus = reduce_vocabulary(load_text(PYTHON_DOCS, data), model.vocab)
     task = language_model(corpus, model, config.batch)
-    family, checksums, on_images = _from_task(task, PYTHON_DOCS, config)
-    return family._replace(classes=model.vocab), checksums, on_images
+    family, checksums = _from_task(task, PYTHON_DOCS, config)
+    return family._replace(classes=model.vocab), checksums
 
 
 # Rates around the best of 300 steps with warm-up and cosine decay.

@@ -16,14 +16,14 @@ from celo2 import rulefile
 from celo2.metatrain.config import MetaConfig, from_fields
 from celo2.metatrain.families import Source, load_families
 from celo2.metatrain.heldout import Tries, begin_try, end_try, resume_try, stop_tries
-from celo2.metatrain.outer import MetaMetrics, MetaState, Program, build, make_mesh
+from celo2.metatrain.outer import MetaMetrics, MetaState, Program, build
 from celo2.rule import Rule
 from celo2.runs import checkpoint, records
 from celo2.runs.engine import Advanced, Job, run_job
 from celo2.runs.fields import describe_differences, differences, to_fields
 from celo2.runs.folder import RunFolder
-from celo2.runs.processes import is_primary, some_process, version
-from celo2.runs.records import Row
+from celo2.runs.processes import is_primary, make_mesh, some_process, version
+from celo2.runs.records import Row, shorten
 from celo2.tasks import Task
 
 CHUNK = 10  # most iterations between two rows
@@ -238,21 +238,21 @@ def train_row(run: MetaRun, done: int, metrics: MetaMetrics, seconds: float) -> 
     row = {
         "kind": "train",
         "iteration": done,
-        "loss": _short(metrics.loss.mean()),
-        "family_loss": {name: _short(loss) for name, loss in zip(names, losses, strict=True)},
-        "gradient_norm": _short(metrics.gradient_norm.mean()),
-        "agreement": _short(metrics.agreement.mean()),
-        "update_norm": _short(metrics.update_norm.mean()),
-        "weight_norm": _short(metrics.weight_norm[-1]),
+        "loss": shorten(metrics.loss.mean()),
+        "family_loss": {name: shorten(loss) for name, loss in zip(names, losses, strict=True)},
+        "gradient_norm": shorten(metrics.gradient_norm.mean()),
+        "agreement": shorten(metrics.agreement.mean()),
+        "update_norm": shorten(metrics.update_norm.mean()),
+        "weight_norm": shorten(metrics.weight_norm[-1]),
         "bad_entries": int(metrics.bad_entries.sum()),
         "inner_steps": int(metrics.inner_steps.sum()),
-        "inner_steps_per_second": _short(metrics.inner_steps.sum() / seconds),
+        "inner_steps_per_second": shorten(metrics.inner_steps.sum() / seconds),
         "elapsed": run.elapsed,
     }
     if len(families) > 1:
         shares = metrics.seconds.sum(axis=0) / metrics.seconds.sum()
         labels = [family.names[0].partition("/")[0] for family in families]
-        row["time"] = {label: _short(s) for label, s in zip(labels, shares, strict=True)}
+        row["time"] = {label: shorten(s) for label, s in zip(labels, shares, strict=True)}
     return row
 
 
@@ -377,10 +377,6 @@ def _describe(rule: Rule, init_from: Any) -> dict[str, str]:
     if os.path.isfile(name):
         name = os.path.basename(name)  # the origin is for others, who don't have our folders
     return {"rule": name, "sha256": rulefile.digest(rule)}
-
-
-def _short(number: Any) -> float:
-    return float(f"{float(number):.6g}")
 
 
 def check_iterations(

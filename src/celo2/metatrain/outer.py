@@ -18,9 +18,7 @@ from celo2.metatrain.estimators import EstimatorState, estimate, init_state, lea
 from celo2.metatrain.families import Family
 from celo2.rule import initial_weights, make_odd
 from celo2.runs.processes import DATA
-from celo2.runs.processes import make_mesh as mesh_over
 
-AXIS = DATA  # problems are distributed over this axis of the mesh
 DEVIATION_DECAY = 0.99  # of the running mean square of loss differences
 
 
@@ -68,11 +66,6 @@ class Found(NamedTuple):
     squares: Array
     losses: Array  # of each task
     steps: Array
-
-
-def make_mesh() -> Mesh:
-    """All devices of all processes in one row."""
-    return mesh_over({AXIS: jax.device_count()})
 
 
 def outer_optimizer(config: MetaConfig) -> optax.GradientTransformation:
@@ -159,7 +152,7 @@ def _make_start(
             lambda weights: init_state(family, weights, numbers(), key),
             mesh=mesh,
             in_specs=P(),
-            out_specs=P(AXIS),
+            out_specs=P(DATA),
             check_vma=False,
         )
 
@@ -192,8 +185,8 @@ def _make_advance(config: MetaConfig, family: Family, offset: int, mesh: Mesh) -
     return jax.shard_map(
         advance,
         mesh=mesh,
-        in_specs=(P(), P(), P(), P(AXIS)),
-        out_specs=(P(AXIS), P()),
+        in_specs=(P(), P(), P(), P(DATA)),
+        out_specs=(P(DATA), P()),
         check_vma=False,
     )
 
@@ -201,7 +194,7 @@ def _make_advance(config: MetaConfig, family: Family, offset: int, mesh: Mesh) -
 def _numbers(family: Family, offset: int, mesh: Mesh) -> Callable[[], Array]:
     """Inside the mapped function: the numbers of this device's problems."""
     local = family.problems // mesh.size
-    return lambda: offset + jax.lax.axis_index(AXIS) * local + jnp.arange(local)
+    return lambda: offset + jax.lax.axis_index(DATA) * local + jnp.arange(local)
 
 
 def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
@@ -272,7 +265,7 @@ def _sum_over_devices(tree):
     Several at once may be taken up in another order by another device, and wait for each other.
     """
     flat, unravel = ravel_pytree(tree)
-    return unravel(jax.lax.psum(flat, AXIS))
+    return unravel(jax.lax.psum(flat, DATA))
 
 
 def _with_shardings(shapes: MetaState, mesh: Mesh) -> MetaState:
@@ -283,4 +276,4 @@ def _with_shardings(shapes: MetaState, mesh: Mesh) -> MetaState:
         )
 
     rest = place(shapes._replace(problems=()), P())
-    return rest._replace(problems=place(shapes.problems, P(AXIS)))
+    return rest._replace(problems=place(shapes.problems, P(DATA)))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -41,7 +40,10 @@ def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
         raise FileNotFoundError(f"{run} holds neither records.jsonl nor rule.safetensors to draw.")
     folder = run if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    return [_write(figure, folder / f"{name}.png") for name, figure in figures.items()]
+    paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
+    for path, figure in paths.items():
+        figure.savefig(path, dpi=DPI)
+    return list(paths)
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
@@ -154,8 +156,3 @@ def _values(values: Sequence[float | None]) -> np.ndarray:
 def _add_grid(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, framealpha=0.9)
-
-
-def _write(figure: Figure, path: Path) -> Path:
-    FigureCanvasAgg(figure).print_figure(path, dpi=DPI)
-    return path

@@ -78,7 +78,8 @@ def _on_devices(array: jax.Array) -> tuple[jax.Array, ...]:
 def _sums(array: Any, xp: ModuleType) -> tuple[Any, ...]:
     bits = _bits(array, xp)
     place = xp.zeros((), xp.uint32)
-    for axis, stride in enumerate(_strides(bits.shape)):
+    for axis in range(bits.ndim):
+        stride = math.prod(bits.shape[axis + 1 :])
         along = [-1 if i == axis else 1 for i in range(bits.ndim)]
         steps = xp.arange(bits.shape[axis], dtype=xp.uint32).reshape(along)
         place = place + steps * xp.asarray(stride % 2**32, xp.uint32)
@@ -101,10 +102,6 @@ def _bits(array: Any, xp: ModuleType) -> Any:
     if xp is jnp:
         return jax.lax.bitcast_convert_type(array, jnp.uint32)
     return np.ascontiguousarray(array)[..., None].view(np.uint32)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _mix_bits(x: Any, xp: ModuleType) -> Any:
@@ -204,7 +201,7 @@ def read_newest(folder: Path, abstract: Any = None) -> tuple[Checkpoint | None, 
     damages = []
     iterations = list_iterations(folder)
     while (iteration := same_everywhere(iterations.pop() if iterations else -1)) >= 0:
-        found, cause = _try_everywhere(lambda i: read(folder, i, abstract), iteration)
+        found, cause = _try_everywhere(lambda i: read_one(folder, i, abstract), iteration)
         if cause is None:
             cause = _try_everywhere(_check_digest, found)[1]
         if cause is None:
@@ -228,7 +225,7 @@ def _try_everywhere(action: Callable[[Any], T], value: Any) -> tuple[T | None, s
     return result, None
 
 
-def read(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:
+def read_one(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:
     """One checkpoint; of several processes, each reads its own parts without waiting."""
     path = epath.Path((folder / str(iteration)).resolve())
     sealed = json.loads((path / "meta" / "metadata").read_text())

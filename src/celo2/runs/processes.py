@@ -42,8 +42,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of that shape over all devices, in the order that JAX finds fastest."""
+def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
+    """The mesh of that shape over all devices, in the order that JAX finds fastest.
+
+    By default they are in one row, along `data`.
+    """
+    sizes = {DATA: jax.device_count()} if sizes is None else sizes
     asked, there = math.prod(sizes.values()), jax.device_count()
     if asked != there:
         shape = ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -148,7 +152,7 @@ def start_mesh(mesh: str | None, launch: Launch) -> Mesh | None:
 
 
 @contextmanager
-def ending_together() -> Iterator[None]:
+def exit_if_lost() -> Iterator[None]:
     """Ends this process with a message when the others of its run can no longer be reached.
 
     At once: an orderly end would wait for them.
@@ -184,7 +188,7 @@ def _from_environment(launch: Launch) -> Launch:
 STOP = (signal.SIGINT, signal.SIGTERM)
 
 
-class Asked:
+class StopRequest:
     """The signal that asked to stop, None so far."""
 
     signal: int | None = None
@@ -200,13 +204,13 @@ class Asked:
 
 
 @contextmanager
-def stop_on_signal(say: Callable[[str], None]) -> Iterator[Asked]:
+def stop_on_signal(say: Callable[[str], None]) -> Iterator[StopRequest]:
     """Turns the first signal into a request and lets a second one end the process at once.
 
     A thread reads them from a socket: Python's own handlers wait until compiled code returns,
     which can take a minute while it compiles.
     """
-    asked = Asked()
+    asked = StopRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

@@ -54,6 +54,13 @@ def clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def shorten(numbers: Any) -> Any:
+    """A number, or all in a dict, to six digits: enough for tables and pictures."""
+    if isinstance(numbers, dict):
+        return {name: shorten(value) for name, value in numbers.items()}
+    return float(f"{float(numbers):.6g}")
+
+
 def _line(row: Row) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 

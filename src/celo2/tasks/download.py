@@ -112,7 +112,7 @@ def fetch(
 # Files and the manifest beside them.
 
 
-def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
     """The entries of the folder's manifest by file name; none if there is no readable manifest."""
     try:
         entries = json.loads((folder / MANIFEST).read_text())
@@ -125,13 +125,13 @@ def _write_file(folder: Path, file: str, content: bytes, entry: dict[str, Any]) 
     """Writes a file of the folder, then its entry in the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / file, content)
-    entries = _read_manifest(folder) | {file: entry}
+    entries = _read_entries(folder) | {file: entry}
     write_whole(folder / MANIFEST, json.dumps(entries, indent=2, sort_keys=True).encode())
 
 
 def _good_files(folder: Path, readers: dict[str, Callable[[Path], str]]) -> dict[str, str]:
     """The SHA-256 of those files that their readers accept and the manifest does not contradict."""
-    known, good = _read_manifest(folder), {}
+    known, good = _read_entries(folder), {}
     for file, read in readers.items():
         try:
             digest = read(folder / file)

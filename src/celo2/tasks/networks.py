@@ -215,11 +215,8 @@ def _image_norm(params: dict, x: Array) -> Array:
 
 # A small convolution net for 8×8 images whose gradient is fast inside a compiled loop on a CPU too.
 
-PATCH_WIDTHS = (16, 32, 32)
-PATCH_STRIDES = (1, 2, 2)
 
-
-def init_patch_convnet(key: Array, widths: Sequence[int] = PATCH_WIDTHS) -> dict:
+def init_patch_convnet(key: Array, widths: Sequence[int]) -> dict:
     """Kernels (3, 3, in, out) and biases, `conv_i` and `head`, for strides that leave 2×2."""
     head_key, *keys = jax.random.split(key, 1 + len(widths))
     shapes = zip((1, *widths), widths, strict=False)
@@ -233,7 +230,7 @@ def init_patch_convnet(key: Array, widths: Sequence[int] = PATCH_WIDTHS) -> dict
     return layers | {"head": init_dense(head_key, 2 * 2 * widths[-1], 10)}
 
 
-def patch_convnet_logits(params: dict, x: Array, strides: Sequence[int] = PATCH_STRIDES) -> Array:
+def patch_convnet_logits(params: dict, x: Array, strides: Sequence[int]) -> Array:
     """[B, classes] from images [B, 8, 8, 1]."""
     for i, stride in enumerate(strides):
         layer = params[f"conv_{i}"]

@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     vocab: int
 
     @property
-    def count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]: not a tuple's
+    def total(self) -> int:
         return sum(map(len, self.arrays))
 
 
@@ -225,7 +225,7 @@ def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
     """
     grain = import_extra("grain", "data")
     for split in SPLITS:
-        if (count := getattr(folder, split).count) < length + 1:
+        if (count := getattr(folder, split).total) < length + 1:
             raise ValueError(
                 f"The {split} text has {count:,} tokens, fewer than one window of {length + 1:,}: "
                 "use a longer text, or a model with a shorter context."
@@ -233,7 +233,7 @@ def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
 
     def batches(split: Split, seed: int, first: int, part: Part) -> Iterator[np.ndarray]:
         tokens = getattr(folder, split)
-        order = grain.MapDataset.range((tokens.count - 1) // length)
+        order = grain.MapDataset.range((tokens.total - 1) // length)
         if split == "train":
             order = order.seed(seed).shuffle()
         windows = order.repeat().map(lambda i: read_tokens(tokens, i * length, length + 1))
