@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import celo2
-from celo2 import published, rulefile, velo
+from celo2 import rulefile, velo
 from celo2.rule import CELO2, CELO2_BASE, Form, Norm, Rule, Vectors, feature_rows
 
 PRESETS = {"celo2": CELO2, "celo2-base": CELO2_BASE}
@@ -84,6 +84,8 @@ def convert(
         bank_scale: of VeLO, 100 by default; 1 for those that Celo's authors trained.
         loss_horizon: of VeLO and Celo; 10 for one made with use_bugged_loss_features.
     """
+    from celo2 import published
+
     given = {
         "form": form,
         "norm": norm,
@@ -215,7 +217,7 @@ def _as_table(facts: dict[str, Any]) -> str:
             lines.append(f"{group:<20} {jsonlib.dumps(value)}")
             continue
         lines.append(f"{group}:" if value else f"{group}: none recorded")
-        # As JSON, which escapes what a stranger's text could do to a terminal.
+        # As JSON, which escapes what the text of an unknown file could do to a terminal.
         lines += (
             f"  {jsonlib.dumps(name)[1:-1]:<18} {jsonlib.dumps(v)}" for name, v in value.items()
         )

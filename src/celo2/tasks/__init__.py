@@ -4,12 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from celo2.tasks.imagenet import (
-    blank_image_files,
-    image_stream,
-    load_image_files,
-    streamed_vit,
-)
 from celo2.tasks.images import (
     IMAGE_SETS,
     SMALL_AREA,
@@ -117,9 +111,12 @@ def _imagenet_spec(steps: int, batch: int) -> TaskSpec:
     config = VISION_TRANSFORMERS["b16"]
 
     def make(*, data=None, batch=batch, remat=False, blank=False) -> Task:
-        files = blank_image_files(config.classes) if blank else load_image_files(data)
+        from celo2.tasks import imagenet
+
+        load = imagenet.load_image_files
+        files = imagenet.blank_image_files(config.classes) if blank else load(data)
         model = dataclasses.replace(config, classes=files.classes, remat=remat)
-        return streamed_vit(image_stream(files, batch, config.side), model)
+        return imagenet.streamed_vit(imagenet.image_stream(files, batch, config.side), model)
 
     return TaskSpec(make, steps, batch, blank=partial(make, blank=True))
 
