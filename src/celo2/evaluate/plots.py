@@ -3,11 +3,10 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -43,6 +42,13 @@ DPI = 150
 LEGEND_WIDTH = 72  # letters in a row of a legend; a line or mark takes four
 COLUMNS = 3  # of panels
 SEEDS = 3  # of an optimizer, from which an interval says something
+# What may vary in a sweep: a field of RunConfig, and where its values are on an axis. Decays and
+# seeds are at equal distances, whatever they are.
+SETTINGS: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
+    "rate": ("learning_rate", np.log),
+    "decay": ("weight_decay", lambda known: np.arange(len(known))),
+    "seed": ("seed", lambda known: np.arange(len(known))),
+}
 
 Draw = Callable[[Sweep, str], Figure]
 
@@ -169,63 +175,50 @@ def draw_settings(sweep: Sweep, task: str) -> Figure:
     entries = sweep.tasks[task]
     metric, higher = metric_of(entries[0])
     runs = [run for entry in entries for run in entry.runs if run.end is not None]
-    scales = [
-        _Scale("rate", [math.log(run.config.learning_rate) for run in runs], math.exp),
-        _Scale.of_places("decay", [run.config.weight_decay for run in runs]),
-        _Scale.of_places("seed", [float(run.config.seed) for run in runs]),
-    ]
-    scales = [scale for scale in scales if len(set(scale.values)) > 1]
+    scales = {
+        name: _heights([getattr(run.config, field) for run in runs], place)
+        for name, (field, place) in SETTINGS.items()
+    }
+    scales = {name: heights for name, heights in scales.items() if len(heights) > 1}
     scores = [run.score for run in runs if run.score is not None]
-    log = _spans_decades(scores)
-    last = _Scale(metric, [math.log(x) if log else x for x in scores] or [0.0])
-    last = last._replace(show=math.exp if log else float)
+    ends = _heights(scores or [0.0], np.log if _spans_decades(scores) else np.asarray)
     figure, panels = _panels([entry.label for entry in entries])
     for axes, entry in zip(panels, entries, strict=True):
-        mine = [i for i, run in enumerate(runs) if run.config.label == entry.label]
-        for i in mine:
-            heights = [scale.height(scale.values[i]) for scale in scales]
-            score = runs[i].score
-            place = 1.08 if score is None else last.height(math.log(score) if log else score)
-            dark = 0.0 if score is None else 1 - place if not higher else place
+        for run in (run for run in runs if run.config.label == entry.label):
+            places = [
+                heights[getattr(run.config, SETTINGS[name][0])] for name, heights in scales.items()
+            ]
+            end = 1.08 if run.score is None else ends[run.score]
+            dark = 0.0 if run.score is None else end if higher else 1 - end
             axes.plot(
-                [*heights, place],
-                "--" if score is None else "-",
+                [*places, end],
+                "--" if run.score is None else "-",
                 color=matplotlib.colormaps["viridis_r"](dark),
                 linewidth=1 + dark,
                 alpha=0.8,
                 zorder=2 + dark,
             )
-        _add_scales(axes, [*scales, last])
+        _add_scales(axes, scales | {metric: ends})
     return figure
 
 
-class _Scale(NamedTuple):
-    """One vertical axis of parallel coordinates: the values of all runs, and how one is shown."""
-
-    name: str
-    values: Sequence[float]
-    show: Callable[[float], float] = float
-
-    @classmethod
-    def of_places(cls, name: str, values: Sequence[float]) -> "_Scale":
-        """Values at equal distances, whatever they are."""
-        known = sorted(set(values))
-        return cls(name, [float(known.index(v)) for v in values], lambda i: known[round(i)])
-
-    def height(self, value: float) -> float:
-        low, high = min(self.values), max(self.values)
-        return 0.5 if low == high else (value - low) / (high - low)
+def _heights(values: Sequence[float], place: Callable[..., np.ndarray]) -> dict[float, float]:
+    """Where each value is on a vertical axis from 0 to 1, from its `place` on any scale."""
+    known = sorted(set(values))
+    places = place(known)
+    span = float(places[-1] - places[0]) if known else 0.0
+    return {v: (p - places[0]) / span if span else 0.5 for v, p in zip(known, places, strict=True)}
 
 
-def _add_scales(axes: Axes, scales: Sequence[_Scale]) -> None:
-    for x, scale in enumerate(scales):
+def _add_scales(axes: Axes, scales: Mapping[str, Mapping[float, float]]) -> None:
+    for x, heights in enumerate(scales.values()):
         axes.axvline(x, color="grey", linewidth=0.8, zorder=1)
-        known = sorted(set(scale.values))
+        side = "left" if x == len(scales) - 1 else "right"
+        known = list(heights)
         for value in known if len(known) <= 8 else (known[0], known[-1]):
-            text = f"{scale.show(value):.3g}"
-            side = "left" if scale is scales[-1] else "right"
-            axes.text(x, scale.height(value), f" {text} ", ha=side, va="center", fontsize=7)
-    axes.set_xticks(range(len(scales)), [_text(scale.name) for scale in scales])
+            text = f" {value:.3g} "
+            axes.text(x, heights[value], text, ha=side, va="center", fontsize=7)
+    axes.set_xticks(range(len(scales)), [_text(name) for name in scales])
     axes.set_yticks([])
     axes.set_ylim(-0.05, 1.12)
     axes.set_xlim(-0.5, len(scales) - 0.5)
