@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
-from small_runs import of_kind, stop_after, train, without_times
+from small_runs import of_kind, small, stop_after, train, without_times
 
-from celo2.evaluate import RunConfig
+from celo2.evaluate import RunConfig, program
+from celo2.evaluate.config import resolve
+from celo2.rulefile import save
 from celo2.runs import records
 from celo2.tasks import Part
 from conftest import run_python
+from lstm_rules import SMALL, random_rule
 from processes import run_processes
 
 pytest.importorskip("grain")
@@ -45,6 +48,22 @@ def test_other_seed_sees_other_batches_and_equal_validation(tmp_path, folder):
     runs = [train(tmp_path / str(s), config_of(folder, seed=s, steps=2)) for s in (0, 1)]
     first, second = ([row["metrics"]["loss"] for row in of_kind(r, "train")] for r in runs)
     assert first != second
+
+
+def test_every_lstm_rule_starts_from_its_own_state(tmp_path, monkeypatch):
+    def uncompiled(config, rule, data, mesh):
+        setup = program.set_up(config, data, mesh, rule=rule)
+        return program.RunProgram(setup, {}, None, None, 0.0, None)
+
+    monkeypatch.setattr(program, "_programs", {})
+    monkeypatch.setattr(program, "_compile_program", uncompiled)
+    for seed in (0, 1):  # of one config, so that they share a program
+        rule = random_rule(SMALL["celo"], seed)
+        save(rule, tmp_path / f"{seed}.safetensors")
+        config = resolve(small(f"celo={tmp_path / f'{seed}.safetensors'}"))
+        state = program.build_program(config).start(0)
+        np.testing.assert_array_equal(state.optimizer.inner.hidden, rule.weights["lstm.hidden"])
+    assert len(program._programs) == 1
 
 
 def losses(out) -> list[float]:

@@ -315,7 +315,8 @@ class RunProgram(NamedTuple):
         """The state before the first step."""
 
         def init(seed):
-            return self.setup.trainer(self.setup.given).init(_keys(seed)[0])
+            trainer = self.setup.trainer(self.setup.given, 1.0, self.setup.weights)
+            return trainer.init(_keys(seed)[0])
 
         if self.setup.mesh is None:
             # Arrays of their own: two names for one array could not both be used up.
