@@ -433,23 +433,22 @@ def score_table(entries: Sequence[Entry]) -> list[list[str]]:
 
 def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
     """What a step of each optimizer costs, with a head."""
-    rows = [["optimizer", "ms per step", "against AdamW", "compile s", "state", "step memory"]]
     baseline = baseline_of(entries)
     base = None if baseline is None else median_cost(baseline, "seconds_per_step")
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "ms per step": ("seconds_per_step", lambda cost: f"{1e3 * cost:.3g}"),
+        "against AdamW": (
+            "seconds_per_step",
+            lambda cost: f"{cost / base:.2f}×" if cost and base else NONE,
+        ),
+        "compile s": ("compile_seconds", lambda cost: f"{cost:.1f}"),
+        "state": ("state_bytes", _size),
+        "step memory": ("temporary_bytes", _size),
+    }
+    rows = [["optimizer", *columns]]
     for entry in entries:
-        seconds = median_cost(entry, "seconds_per_step")
-        compiling = median_cost(entry, "compile_seconds")
-        ratio = seconds / base if seconds and base else None
-        rows.append(
-            [
-                entry.label,
-                NONE if seconds is None else f"{1e3 * seconds:.3g}",
-                NONE if ratio is None else f"{ratio:.2f}×",
-                NONE if compiling is None else f"{compiling:.1f}",
-                _size(median_cost(entry, "state_bytes")),
-                _size(median_cost(entry, "temporary_bytes")),
-            ]
-        )
+        costs = ((median_cost(entry, field), show) for field, show in columns.values())
+        rows.append([entry.label, *(NONE if c is None else show(c) for c, show in costs)])
     return rows
 
 
@@ -483,10 +482,8 @@ def _score_row(entry: Entry, baseline: Entry | None) -> list[str]:
     ]
 
 
-def _size(value: float | None) -> str:
+def _size(value: float) -> str:
     """Bytes in the unit that fits."""
-    if value is None:
-        return NONE
     for unit in ("B", "kB", "MB"):
         if value < 1000:
             return f"{value:.3g} {unit}"
