@@ -55,7 +55,12 @@ assert torch.isfinite(model[0].weight).all() and not torch.equal(model[0].weight
 """,
 }
 # What reads golden vectors, recipes, records, documentation and examples.
-TESTS = ["tests/test_reference.py", "tests/test_docs.py", "tests/evaluate/test_recipes.py"]
+TESTS = [
+    "tests/test_reference.py",
+    "tests/test_docs.py",
+    "tests/test_recipes.py",
+    "tests/test_tables.py",
+]
 
 
 def run(*command: str | Path, cwd: Path = ROOT, shown: bool = False) -> None:

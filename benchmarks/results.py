@@ -117,6 +117,8 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
         },
         DOCS / "learning-rate.md": {
             "rates": rate_table(language_model),
+            **rate_words(language_model),
+            "rates of muon": ratio_of_rates(losses, "muon"),
             "best rates": best_rate_table(tasks),
             "adam multiplier": multiplier_table(multipliers.tasks["lm-0.8m"]),
             "nesterov": nesterov_gain(nesterov.tasks["lm-0.8m"]),
@@ -129,7 +131,12 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
         CARD: {"validation": summary_table("final validation loss", small, ".3f")},
     }
     if (records := DOCS / "results" / "nanogpt.jsonl").exists():
-        texts[DOCS / "nanogpt.md"] = {"nanogpt": nanogpt_table(records)}
+        texts[DOCS / "nanogpt.md"] = {
+            "nanogpt": nanogpt_table(records),
+            "nanogpt in words": nanogpt_words(records),
+        }
+    for name in ("index.md", "faq.md"):
+        texts[DOCS / name] = {"small rates": small_rates(losses)}
     filled = {}
     for path, blocks in texts.items():
         page = path.read_text("utf-8")
@@ -233,6 +240,50 @@ def best_rate_table(tasks: list[tuple[Sweep, str]]) -> str:
     return markdown(["", *(NAMES[label] for label in columns)], rows)
 
 
+def rate_words(entries: list[Entry]) -> dict[str, str]:
+    """What the learning-rate page says of one language model's rates."""
+    found = {entry.label: entry for entry in entries}
+    best = {label: entry.best.config.learning_rate for label, entry in found.items()}
+
+    def costs(label: str) -> str:
+        scores = sorted((run.config.learning_rate, run.score) for run in found[label].tuning)
+        at = [rate for rate, _ in scores].index(best[label])
+        beside = [score for _, score in scores[max(0, at - 1) : at] + scores[at + 1 : at + 2]]
+        losses = sorted(score - scores[at][1] for score in beside)
+        return f"{NAMES[label]} {losses[0]:.2f} to {losses[-1]:.2f}"
+
+    return {
+        "best rate": " and ".join(
+            f"{best['celo2'] / best[other]:.2g} of {NAMES[other]}'s" for other in ("adamw", "muon")
+        ),
+        "factor of two": ", ".join(map(costs, ("celo2", "adamw", "muon"))),
+        "rate of base": f"{best['celo2-base'] / best['celo2']:.2g}",
+    }
+
+
+def ratio_of_rates(tasks: list[tuple[Sweep, str]], other: str) -> str:
+    """Celo2's best rate as a part of another optimizer's, least and most over the tasks."""
+    ratios = []
+    for sweep, task in tasks:
+        best = {entry.label: entry.best.config.learning_rate for entry in sweep.tasks[task]}
+        ratios.append(best["celo2"] / best[other])
+    return f"{min(ratios):.2g} to {max(ratios):.2g}"
+
+
+def small_rates(tasks: list[tuple[Sweep, str]]) -> str:
+    """Celo2's lowest and highest best rate on the problems with a loss, and in the demo."""
+    rates = [
+        entry.best.config.learning_rate
+        for sweep, task in tasks
+        for entry in sweep.tasks[task]
+        if entry.label == "celo2"
+    ]
+    rows = map(json.loads, (DOCS / "figures" / "demo.jsonl").read_text("utf-8").splitlines())
+    demo = [row for row in rows if row["optimizer"] == "Celo2"]
+    rates.append(min(demo, key=lambda row: row["valid_loss"])["rate"])
+    return f"{show_rate(min(rates))} to {show_rate(max(rates))}"
+
+
 def multiplier_table(entries: list[Entry]) -> str:
     """The final loss by AdamW's multiple of the rule's rate."""
     means = [mean_score(entry.tuning) for entry in entries]
@@ -280,6 +331,27 @@ def nanogpt_table(path: Path) -> str:
         lines.append(cells)
     header = ["final validation loss", "rates tried", "best rate", "there", "range of seeds"]
     return markdown([*header, "at 1e-3"], lines)
+
+
+def nanogpt_words(path: Path) -> str:
+    """Celo2 beside AdamW at nanoGPT's own rate, and beside both others with tuned rates."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    first = rows[0]["seed"]
+    tuned, usual = {}, {}
+    for name in ("adamw", "muon", "celo2"):
+        mine = [row for row in rows if row["optimizer"] == name]
+        losses = {row["rate"]: row["valid_loss"] for row in mine if row["seed"] == first}
+        usual[name], best = losses.get(1e-3), min(losses, key=losses.__getitem__)
+        tuned[name] = fmean(row["valid_loss"] for row in mine if row["rate"] == best)
+
+    def beside(other: str) -> str:
+        percent = 100 * (tuned["celo2"] / tuned[other] - 1)
+        return f"{abs(percent):.1f} % {'below' if percent < 0 else 'above'} {NAMES[other]}"
+
+    return (
+        f"the loss at 1e-3 is {usual['celo2']:.3f} instead of {usual['adamw']:.3f} (one seed). "
+        f"With tuned rates Celo2 is {beside('adamw')} and {beside('muon')}"
+    )
 
 
 def show_rate(rate: float) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -80,6 +81,11 @@ def test_readme_of_the_package_index_has_absolute_links():
     for link in links:
         kind = "raw" if link.endswith((".png", ".svg")) else "blob"
         assert f"]({SOURCE}/{kind}/v$HFPR_VERSION/{link}" in page
+
+
+def test_release_runs_tests_that_there_are():
+    tests = runpy.run_path(str(REPOSITORY / ".ci" / "check_release.py"))["TESTS"]
+    assert tests and [name for name in tests if not (REPOSITORY / name).is_file()] == []
 
 
 @pytest.fixture(scope="module")

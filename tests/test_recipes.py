@@ -86,6 +86,21 @@ def test_every_recipe_is_in_the_table_of_the_readme():
     assert set(re.findall(r"\(([\w./-]+)\.toml\)", text)) == set(NAMES)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_table_of_the_readme_has_the_recipe_s_cost(name):
+    text = (FOLDER / "README.md").read_text("utf-8")
+    (row,) = (r for r in text.splitlines() if r.startswith("|") and f"({name}.toml)" in r)
+    shown = row.split(" | ")[-1].removesuffix(" |").replace("CPU ", "")
+    cost = read(name).texts["cost"].replace("CPU ", "")
+    if found := re.fullmatch(r"([\d,]+) GPU h(?:, (\d) rules)?", shown):
+        assert f"GPU hours: {found[1]} (" in cost
+        assert (f"and {found[2]} meta-training runs" in cost) == (found[2] is not None)
+    elif found := re.fullmatch(r"(\d+) h on two cores", shown):
+        assert f"on two cores: about {found[1]} hours" in cost
+    else:
+        assert shown in cost
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICKLY else [pytest.mark.slow]) for n in NAMES]
 )

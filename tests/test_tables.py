@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import tomllib
 from types import ModuleType
 
 import pytest
@@ -58,7 +59,14 @@ def test_a_wrong_number_is_noticed(results):
         results.fill(right, "lm-9", "", path)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/learning-rate.md"])
+WITH_MEASUREMENTS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("results", "learning-rate", "nanogpt", "scaling")),
+    *(f"docs/{name}.md" for name in ("sharding", "baselines")),
+)
+
+
+@pytest.mark.parametrize("name", WITH_MEASUREMENTS)
 def test_every_table_with_measurements_says_where_they_are_from(name):
     page = MARK.sub("", (REPOSITORY / name).read_text("utf-8"))
     for table in re.findall(r"(?:^.*\n)(?:^\|.*\n)+", page, re.MULTILINE):
@@ -67,13 +75,14 @@ def test_every_table_with_measurements_says_where_they_are_from(name):
             assert above.startswith("<!-- source: "), f"no source above:\n{table}"
 
 
-def test_costs_in_the_readme_are_in_the_benchmarks():
-    page = (REPOSITORY / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["README.md", "docs/baselines.md"])
+def test_costs_of_the_page_are_in_the_benchmarks(name):
+    page = (REPOSITORY / name).read_text("utf-8")
     source = (REPOSITORY / "benchmarks" / "README.md").read_text("utf-8")
     known = [float(number.replace(",", "")) for number in NUMBER.findall(source)]
     table = page.split("<!-- source: benchmarks/README.md -->\n", 1)[1].split("\n\n")[0]
     for line in table.splitlines()[2:]:
-        cell = line.split(" | ")[1]
+        _, cell = line.split(" | ", 1)
         for number in NUMBER.findall(cell):
             digits = len(number.replace(",", "").replace(".", "").strip("0"))
             value = float(number.replace(",", ""))
@@ -86,3 +95,46 @@ def test_table_of_scales_is_that_of_its_records():
     rows = (DOCS / "results" / "scale.jsonl").read_text("utf-8").splitlines()
     (shown,) = (text for name, text in MARK.findall(page) if name == "scale")
     assert shown.strip() == load("scale").as_table([json.loads(row) for row in rows])
+
+
+def test_sums_below_the_table_of_scales_are_those_of_its_records():
+    page = (DOCS / "scaling.md").read_text("utf-8")
+    lines = (DOCS / "results" / "scale.jsonl").read_text("utf-8").splitlines()
+    rows = {(row["size"], row["optimizer"]): row for row in map(json.loads, lines)}
+    shown = {
+        ("gpt2", "celo2"): "58 MB in 93 collectives",
+        ("gpt2", "muon"): "849 MB in 362",
+        ("gpt3xl", "celo2"): "0.8 GB in 477",
+        ("gpt3xl", "muon"): "35 GB in 2,934",
+    }
+    flat = " ".join(page.split())
+    for key, text in shown.items():
+        sent, count = text.split(" in ")
+        amount, unit = sent.split()
+        kinds = rows[key]["collectives"].values()
+        runs = sum(kind["runs"] for kind in kinds)
+        assert text in flat and f"{runs:,}" == count.split()[0]
+        in_unit = sum(kind["bytes"] for kind in kinds) / {"MB": 1e6, "GB": 1e9}[unit]
+        assert f"{in_unit:.{len(amount.partition('.')[2])}f}" == amount
+
+
+def test_base_has_higher_losses_wherever_the_questions_say_so(results):
+    page = " ".join((DOCS / "faq.md").read_text("utf-8").split())
+    assert "its loss is lower on all six problems with a loss" in page
+    losses = [pair for pair in results.read_tasks() if not results.is_game(pair[1])]
+    assert len(losses) == 6
+    for sweep, task in losses:
+        found = {entry.label: results.mean_score(entry.seeds) for entry in sweep.tasks[task]}
+        assert found["celo2"] < found["celo2-base"], task
+
+
+@pytest.mark.parametrize("name", ["lm-0.8m", "lm-1m-wikipedia"])
+def test_losses_that_a_recipe_leads_to_expect_are_those_of_its_records(results, name):
+    recipe = tomllib.loads((REPOSITORY / "recipes" / f"{name}.toml").read_text("utf-8"))
+    (entries,) = results.read_sweep(REPOSITORY / "results" / f"{name}.jsonl").tasks.values()
+    losses = {entry.label: results.mean_score(entry.seeds) for entry in entries}
+    labels = {name: label for label, name in results.NAMES.items()} | {"its start": "celo2-start"}
+    shown = re.findall(r"(AdamW|Muon|Celo2-base|Celo2|its start) (\d\.\d+)", recipe["expect"])
+    assert len(shown) == 5
+    for label, loss in shown:
+        assert f"{losses[labels[label]]:.3f}" == loss, label

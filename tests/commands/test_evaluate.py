@@ -244,6 +244,22 @@ def test_dry_run_shows_texts_and_sizes_and_writes_nothing(recipe_file, tmp_path,
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--jobs", "0", "jobs=0 must be at least 1"),
+        ("--known", "tiny.toml", "tiny.toml is not a packed sweep"),
+        ("--known", "absent.jsonl", "absent.jsonl"),
+    ],
+)
+def test_dry_run_refuses_what_the_sweep_would(
+    recipe_file, option, value, message, capsys, monkeypatch
+):
+    monkeypatch.chdir(recipe_file.parent)
+    assert cli.main(["sweep", str(recipe_file), "--dry-run", option, value]) == 2
+    assert message in capsys.readouterr().err
+
+
 TRAINS = """
 [meta_train]
 iterations = 2

@@ -171,6 +171,17 @@ def test_adam_mask_decides_alone(as_function):
         assert np.sqrt(np.mean(update[name] ** 2)) == pytest.approx(1e-3, rel=1e-5), name
 
 
+def test_adam_mask_of_another_tree_is_refused():
+    with pytest.raises(ValueError, match="adam_mask does not fit the parameters"):
+        celo2(1e-3, rule=RULE, adam_mask={"other": True}).init(PARAMS)
+
+
+@pytest.mark.parametrize("option", ["momentum_dtype", "newton_schulz_dtype"])
+def test_precision_that_is_not_floating_point_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option}='int8' must be a floating-point dtype"):
+        celo2(1e-3, rule=RULE, **{option: "int8"})
+
+
 def test_overrides_choose_updater_and_view():
     view = MatrixView((), (1,), (0,))
     overrides = {"^hidden": "adam", "embed": "rule", "mlp": view}

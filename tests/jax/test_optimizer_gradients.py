@@ -16,6 +16,8 @@ PARAMS = normal_tree(SHAPES, seed=1, scale=0.3)
 GRADS = [normal_tree(SHAPES, seed=t, scale=0.1) for t in (2, 3)]
 TX = scale_by_celo2(RULE)
 INIT, UPDATE = jit(TX.init), jit(TX.update)
+INIT, UPDATE = jit(TX.init), jit(TX.update)
+both = pytest.mark.parametrize("tx", [TX, celo2(1e-2, rule=RULE)], ids=["scale_by_celo2", "celo2"])
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,7 @@ def test_both_policies_can_be_switched_to_the_published_behaviour():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.uint8])
-@pytest.mark.parametrize("tx", [TX, celo2(1e-2, rule=RULE)], ids=["scale_by_celo2", "celo2"])
+@both
 def test_parameters_that_are_not_real_numbers_are_refused(tx, dtype):
     params = {"kernel": PARAMS["kernel"], "step": jnp.zeros((2, 3), dtype)}
     with pytest.raises(TypeError, match=f"step is {jnp.dtype(dtype)}; leave it out with optax"):
@@ -138,16 +140,18 @@ def test_leaf_that_is_no_array_is_refused(leaf):
         TX.init({"a": {"b": leaf}})
 
 
-def refused(match, grads, state=None, params=PARAMS):
-    with pytest.raises(ValueError, match=match):
-        TX.update(grads, jax.eval_shape(TX.init, params) if state is None else state, params)
+def refused(match, grads, state=None, params=PARAMS, tx=TX):
+    with pytest.raises((ValueError, TypeError), match=match):
+        tx.update(grads, jax.eval_shape(tx.init, params) if state is None else state, params)
 
 
-def test_gradients_of_another_tree_are_refused():
+@both
+def test_gradients_of_another_tree_are_refused(tx):
     refused(
         "gradients and parameters are .* .3 and 2 leaves; only one has kernel",
         PARAMS,
         params=without_kernel(),
+        tx=tx,
     )
 
 
@@ -155,9 +159,23 @@ def without_kernel():
     return {name: x for name, x in PARAMS.items() if name != "kernel"}
 
 
-def test_gradient_of_another_shape_is_refused():
+@both
+def test_gradient_of_another_shape_is_refused(tx):
     grads = PARAMS | {"other": jnp.ones((6, 4))}
-    refused(r"other has shape \(6, 4\) in the gradients and \(4, 6\) in", grads)
+    refused(r"other has shape \(6, 4\) in the gradients and \(4, 6\) in", grads, tx=tx)
+
+
+def test_gradient_of_another_shape_is_refused_of_adam_s_share():
+    grads = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(1)}  # it would be broadcast
+    tx, params = celo2(1e-2, rule=RULE), {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    refused(r"bias has shape \(1,\) in the gradients", grads, params=params, tx=tx)
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_gradient_that_is_not_of_real_numbers_is_refused(tx, dtype):
+    grads = PARAMS | {"other": jnp.ones((4, 6), dtype)}
+    refused(f"other is {np.dtype(dtype)} in the gradients, not a real", grads, tx=tx)
 
 
 def test_state_of_another_model_is_refused():

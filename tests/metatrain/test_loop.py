@@ -135,6 +135,20 @@ def test_rule_of_another_kind_is_refused_before_anything_is_written(tmp_path):
     assert not RunFolder(tmp_path / "run").has_run()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"minutes": -1.0}, "minutes=-1.0 must not be negative"),
+        ({"minutes": float("nan")}, "minutes=nan must not be negative"),
+        ({"try_every": 0}, "try_every=0 must be at least 1"),
+    ],
+)
+def test_wrong_times_are_refused_before_anything_is_written(option, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **option)
+    assert not (tmp_path / "run").exists()
+
+
 def test_start_and_a_given_rule_are_one_too_many(tmp_path):
     rule = Rule(TINY.rule, initial_weights(TINY.rule, np.random.default_rng(5)))
     with pytest.raises(ValueError, match="start='momentum' and init_from were given: give one"):

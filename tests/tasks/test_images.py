@@ -83,6 +83,8 @@ def test_absent_dataset_error_names_the_folder_and_the_ways_out(tmp_path):
         images.load_images("mnist")
     for part in (str(tmp_path / "cache" / "celo2" / "data"), "celo2 data fetch", "digits"):
         assert part in str(error.value)
+    with pytest.raises(FileNotFoundError, match="`celo2 data fetch --full`"):
+        images.load_images("mnist", size="full")
 
 
 def test_named_folder_must_exist(tmp_path, monkeypatch):

@@ -110,6 +110,12 @@ def test_duplicates_in_several_groups_are_refused():
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers"),
         ({"betas": (0.9,)}, "betas=.* must be two"),
         ({"momentum_dtype": torch.int8}, "momentum_dtype=torch.int8 must be a floating-point"),
+        ({"newton_schulz_dtype": "bfloat16"}, "newton_schulz_dtype='bfloat16' must be a floating"),
+        ({"lr": None}, "lr=None must be a number"),
+        ({"rms_scale": "0.2"}, "rms_scale='0.2' must be a number"),
+        ({"betas": 0.9}, "betas=0.9 must be two numbers"),
+        ({"betas": ("0.9", 0.95)}, "betas=.* must be two numbers"),
+        ({"workspace": "1 GiB"}, "workspace='1 GiB' must be a positive"),
     ],
 )
 def test_wrong_settings_are_refused_for_all_and_for_a_group(settings, message):

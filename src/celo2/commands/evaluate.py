@@ -15,6 +15,7 @@ from celo2.evaluate.comparison import (
     data_caveats,
     is_sweep,
     name_of,
+    read_packed,
     read_sweep,
     score_table,
     unpack,
@@ -143,15 +144,17 @@ def sweep(
     plan = choose(read_recipe(recipe, dict(map(split_label, also)), out), only)
     for warning in plan.warnings():
         say(f"warning: {warning}")
-    if dry_run:
-        show_plan(plan)
-        return 0
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
     if mesh is not None and (jobs > 1 or accelerators):
         raise ValueError(
             "--mesh puts every run on all devices: leave --jobs and --accelerators out."
         )
+    if dry_run:
+        if known is not None:
+            say(f"{known} has {len(read_packed(known)[1])} runs")
+        show_plan(plan)
+        return 0
     set_up_logging()
     folder = Path(out) if out else Path("runs") / plan.name
     if known is not None:

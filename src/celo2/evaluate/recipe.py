@@ -324,7 +324,10 @@ def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
         values = [values] if isinstance(values, (int, float)) else values
         numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
         if not numbers or not values:
-            raise ValueError(f"{where}: {name}={value!r} is not a list of numbers.")
+            raise ValueError(
+                f"{where}: {name}={value!r} is neither a list of numbers nor "
+                "{ low, high, count } with 0 < low <= high and count >= 1."
+            )
         yield [float(v) for v in values]
 
 

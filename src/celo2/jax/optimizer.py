@@ -155,6 +155,7 @@ def _rule_on_views(
 ) -> Callable[[list[MatrixView]], optax.GradientTransformation]:
     """The rule as a transformation of tensors with given matrix views, in the order of leaves."""
     check_choice("kernel", kernel, Kernel)
+    _check_floating(momentum_dtype=momentum_dtype, newton_schulz_dtype=newton_schulz_dtype)
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
 
@@ -256,6 +257,13 @@ def _if_moving(
 ) -> tuple[Array, Array]:
     """What holds still has an update of zeros and keeps its `running_rms`."""
     return jnp.where(moving, update, 0.0), jnp.where(moving, running_rms, old_running_rms)
+
+
+def _check_floating(**dtypes: Any) -> None:
+    """Raises a ValueError for a dtype in which neither momenta nor products can be kept."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
 
 
 def _check_params(params: optax.Params | None) -> None:
@@ -391,6 +399,7 @@ def celo2(
 
     def update(updates, state, params=None, **extra_args):
         _check_params(params)
+        check_same_tree(updates, params)
         return partition(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -592,7 +601,10 @@ def route_all(
     # A tree may be callable too, an equinox module for one.
     is_function = callable(adam_mask) and jax.tree_util.all_leaves([adam_mask])
     mask = adam_mask(tree) if is_function else adam_mask
-    chosen = jax.tree.map(lambda adam, part: jax.tree.map(lambda _: adam, part), mask, tree)
+    try:
+        chosen = jax.tree.map(lambda adam, part: jax.tree.map(lambda _: adam, part), mask, tree)
+    except ValueError as error:
+        raise ValueError(f"adam_mask does not fit the parameters: {error}") from None
     return [
         route._replace(updater="adam" if adam else "rule", reason="adam_mask")
         for route, adam in zip(routes, jax.tree.leaves(chosen), strict=True)
@@ -629,7 +641,7 @@ def check_leaves(params) -> None:
 
 
 def check_same_tree(tree, params, what: str = "gradients") -> None:
-    """Raises a ValueError that says how gradients (or another tree) and parameters differ."""
+    """Raises an error that says how gradients (or another tree) and parameters differ."""
     if jax.tree.structure(tree) != jax.tree.structure(params):
         ours, theirs = leaf_paths(tree), leaf_paths(params)
         extra = sorted(set(ours) ^ set(theirs))[:3]
@@ -637,10 +649,15 @@ def check_same_tree(tree, params, what: str = "gradients") -> None:
             f"{what} and parameters are different trees ({len(ours)} and {len(theirs)} leaves"
             + (f"; only one has {', '.join(extra)})." if extra else ").")
         )
-    leaves = zip(leaf_paths(params), jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
-    for path, leaf, param in leaves:
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    for i, (leaf, param) in enumerate(leaves):
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
-                f"{path} has shape {jnp.shape(leaf)} in the {what} and {jnp.shape(param)} in the "
-                "parameters."
+                f"{leaf_paths(params)[i]} has shape {jnp.shape(leaf)} in the {what} and "
+                f"{jnp.shape(param)} in the parameters."
+            )
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{leaf_paths(params)[i]} is {jnp.result_type(leaf)} in the {what}, not a real "
+                "floating-point array."
             )

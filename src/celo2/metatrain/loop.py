@@ -119,6 +119,8 @@ def metatrain(
     """
     if try_every < 1:
         raise ValueError(f"try_every={try_every} must be at least 1.")
+    if minutes is not None and not minutes >= 0:
+        raise ValueError(f"minutes={minutes} must not be negative.")
     folder = RunFolder(Path(out))
     config = from_fields(to_fields(config))  # so that 1 and 1.0 are the same
     periods = [p for p in (CHUNK, checkpoint_every, try_every if try_command else None) if p]

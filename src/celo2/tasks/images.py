@@ -92,7 +92,7 @@ def load_images(name: str, data: str | os.PathLike | None = None, size: Size = "
     if not path.is_file():
         raise FileNotFoundError(
             f"{name} needs the file {path.name}, which is not in {path.parent}. Download it with "
-            f"`celo2 data fetch`{' --full' if size == 'full' else ''}, or point {ENVIRONMENT} to "
+            f"`celo2 data fetch{' --full' if size == 'full' else ''}`, or point {ENVIRONMENT} to "
             f"a folder that holds it, or use the embedded dataset {DIGITS!r} (from scikit-learn)."
         )
     return ImageSet(name, str(path), **read_arrays(path, image_shape(name, size)))

@@ -1,6 +1,7 @@
 """Parameter groups: what each parameter is, from its module, name and shape, and its route."""
 
 import math
+import numbers
 import re
 import warnings
 from collections.abc import Iterable
@@ -288,21 +289,30 @@ def check_settings(group: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
     for name in ("lr", "weight_decay", "rms_scale", "adam_multiplier", "eps"):
-        if not isinstance(group[name], Tensor) and not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]} must not be negative.")
+        value = group[name]
+        if not isinstance(value, (Tensor, numbers.Real)):
+            raise ValueError(f"{name}={value!r} must be a number.")
+        if not isinstance(value, Tensor) and not value >= 0:
+            raise ValueError(f"{name}={value} must not be negative.")
     check_choice("scale", group["scale"], Scale)
     betas = group["betas"]
-    if len(betas) != 2 or not all(isinstance(b, Tensor) or 0 <= b < 1 for b in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_decay, betas)):
         raise ValueError(f"betas={betas} must be two numbers in [0, 1).")
     for name in ("momentum_dtype", "newton_schulz_dtype"):
-        if group[name] is not None and not group[name].is_floating_point:
-            raise ValueError(f"{name}={group[name]} must be a floating-point dtype.")
-    if group["workspace"] is not None and not group["workspace"] > 0:
-        raise ValueError(f"workspace={group['workspace']} must be a positive number of bytes.")
+        dtype = group[name]
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
+    space = group["workspace"]
+    if space is not None and not (isinstance(space, numbers.Real) and space > 0):
+        raise ValueError(f"workspace={space!r} must be a positive number of bytes.")
     if group["kernel"] not in (None, "triton", "eager"):
         raise ValueError(f'kernel={group["kernel"]!r} is not "triton", "eager" or None.')
     if group["updater"] not in (None, "rule", "adam"):
         raise ValueError(f'updater={group["updater"]!r} is not "rule", "adam" or None.')
+
+
+def _is_decay(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, numbers.Real) and 0 <= value < 1)
 
 
 def check_names(overrides: Overrides, groups: list[dict[str, Any]]) -> None:
