@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from celo2.routing import Explanation, Overrides, Route, Scale, scale_factor
-from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
+from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig, without_idle_units
 from celo2.rulefile import as_rule, digest
 from celo2.torch.grouping import (
     Member,
@@ -167,7 +167,7 @@ class Celo2(torch.optim.Optimizer):
         self._rules[name] = loaded
         self._weights[name, CPU] = {
             k: torch.tensor(np.asarray(w, np.float32), device=CPU)
-            for k, w in loaded.weights.items()
+            for k, w in without_idle_units(loaded).weights.items()
         }
         return name
 

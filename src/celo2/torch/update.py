@@ -170,8 +170,8 @@ def apply_mlp(
     shape = inputs.grad.shape
     layers = layers_of(weights, config)
     outputs = weights["w0"].new_empty((len(layers[-1][1]), *shape)).unbind(0)
-    width = max(*config.hidden, len(outputs))
-    floats = max(plane_count(config, axes.matrix), width), width
+    widths = widths_of(layers)
+    floats = max(plane_count(config, axes.matrix), *widths), max(widths)
     copies = 0 if shape[0] == 1 else len(inputs.momentum) + 3
     cuts = list(plan.blocks(shape, sum(floats) + copies))
     if plan.compiles:
@@ -195,6 +195,14 @@ def layers_of(weights: Weights, config: RuleConfig) -> Layers:
     channels = 1 if config.form == "d" else 2
     weight, bias = layers.pop()
     return [*layers, (weight.narrow(1, 0, channels), bias.narrow(0, 0, channels))]
+
+
+def widths_of(layers: Layers) -> list[int]:
+    """How many units each hidden layer has, and how many outputs the form needs.
+
+    The rule's config may have more: see `without_idle_units`.
+    """
+    return [*(len(weight) for weight, _ in layers), len(layers[-1][1])]
 
 
 def run_units(
@@ -240,7 +248,7 @@ def arrange_buffers(
     count, size, planes = math.prod(batch), rows * columns, plane_count(config, matrix)
     values, units, *others = (
         memory[i % 2].narrow(0, 0, count * n * size).view(count, n, size)
-        for i, n in enumerate((planes, *config.hidden, len(layers[-1][1])))
+        for i, n in enumerate((planes, *widths_of(layers)))
     )
     places = feature_places(config, matrix, values.view(*batch, planes, rows, columns))
     after = [
