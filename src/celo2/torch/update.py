@@ -119,7 +119,7 @@ def fold_normalizers(
     cancelled = None
     if config.gated or config.overshoot:
         at = feature_rows(config)["momentum"].start
-        cancelled = cancellation(config, axes, mean_squares[at], moments, plan.extent)
+        cancelled = cancellation(config, axes, mean_squares.select(0, at), moments, plan.extent)
     if config.gated and cancelled is not None:
         gates = split_first_layer(config, weights["g0"], axes.matrix)
         parts = open_gates(parts, gates, cancelled)
@@ -146,7 +146,7 @@ def cancellation(
     the first momentum's.
     """
     kept = tuple(axis for axis in MATRIX if axis not in axes.rows)
-    rows = extent.mean(moments.rows[0].sum(MATRIX, keepdim=True), kept)
+    rows = extent.mean(moments.rows.select(0, 0).sum(MATRIX, keepdim=True), kept)
     offset, slope = cancellation_scale(config)
     logarithm = (mean_square / (rows + FACTORED_FLOOR) + EPSILON).log()
     return (offset + slope * logarithm).clamp(0.0, CANCELLATION_LIMIT)
