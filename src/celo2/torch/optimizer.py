@@ -85,7 +85,7 @@ class Celo2(torch.optim.Optimizer):
         foreach: False updates every tensor by itself; else those of one shape go together.
         capturable: as torch has it; here every step can be captured in a CUDA graph.
         workspace: bytes that the temporaries of a step may take beside one tensor's update: 1 GiB
-            by default; on a CPU as many as the largest tensor has, from 1 MiB to 4 MiB.
+            by default; on a CPU 15/16 of the largest tensor's, from 1 MiB to 4 MiB.
         kernel: "triton" for fused kernels on matrices, "eager" for torch's operations. Default: the
             former on CUDA, where Triton is installed and nothing is compiled.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
