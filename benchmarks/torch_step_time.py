@@ -4,15 +4,18 @@
 
 The shapes are those of a GPT with 9.5M parameters in 75 tensors; "hidden" is the 9.3M of the
 layers' matrices. All optimizers step in turn in one process with one thread, so that other load
-hits them alike. torch.optim.Muon multiplies matrices in bfloat16; Celo2 does so where it says bf16
-and in float32 elsewhere. The extra memory of a step is what its operations allocate and have alive
-at a time, in multiples of the largest tensor.
+hits them alike. torch.optim.Muon multiplies matrices in bfloat16; "muon float32" is the same in
+float32. Celo2 multiplies in bfloat16 where it says bf16 and in float32 elsewhere; "gated" is
+rules/celo2-gated.safetensors, with gate and overshoot. The extra memory of a step is what its
+operations allocate and have alive at a time, in multiples of the largest tensor.
 """
 
 import argparse
 import json
 import time
 import weakref
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +25,7 @@ from torch_gpu import gpt_shapes
 from celo2.torch import Celo2, Celo2Base
 
 LAYERS, WIDTH, VOCABULARY = 6, 360, 256
+GATED = Path(__file__).parents[1] / "rules" / "celo2-gated.safetensors"
 
 
 def lm_params(hidden: bool) -> list[tuple[str, torch.nn.Parameter]]:
@@ -66,6 +70,14 @@ class PeakMemory(TorchDispatchMode):
 
 def tensors(tree) -> list[torch.Tensor]:
     return [x for x in tree_iter(tree) if isinstance(x, torch.Tensor)]
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon with products in float32: what it makes bfloat16 stays as it is."""
+
+    def step(self, closure=None):
+        with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.clone()):
+            return super().step(closure)
 
 
 class Contender:
@@ -119,8 +131,10 @@ def contenders(eager_only: bool) -> list[Contender]:
         ("celo2-base", Celo2Base, False),
         ("celo2-base compiled", lambda p: Celo2Base(p, compile=True), False),
         ("muon (hidden)", torch.optim.Muon, True),
+        ("muon float32 (hidden)", Float32Muon, True),
         ("celo2", Celo2, False),
         ("celo2 (hidden)", Celo2, True),
+        ("celo2 gated (hidden)", lambda p: Celo2(p, rule=GATED), True),
         ("celo2 bf16 (hidden)", lambda p: Celo2(p, **bf16), True),
         ("celo2 compiled (hidden)", lambda p: Celo2(p, compile=True), True),
         ("celo2 bf16 compiled (hidden)", lambda p: Celo2(p, compile=True, **bf16), True),
@@ -143,7 +157,7 @@ def main() -> None:
     ratios = {
         f"{name} / {base}": rows[name]["cpu_ms"] / rows[base]["cpu_ms"]
         for name in rows
-        for base in ("adamw", "muon (hidden)")
+        for base in ("adamw", "muon (hidden)", "muon float32 (hidden)")
         if name.startswith("celo2") and ("hidden" in name) == ("hidden" in base)
     }
     if args.json:

@@ -22,6 +22,7 @@ from celo2.rule import (
     initial_weights,
     make_odd,
     weight_shapes,
+    without_idle_units,
 )
 
 
@@ -178,6 +179,38 @@ def test_odd_rules_mirror_their_direction_and_keep_their_magnitude(hidden, gate)
     assert np.abs(out).min() < 1 < np.abs(out).max()
     for name, w in make_odd(config, odd).items():
         np.testing.assert_array_equal(w, odd[name], err_msg=name)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("form", "hidden"), [("d", (2,)), ("d_exp_m", (3, 4))])
+def test_rules_without_idle_units_give_the_same_outputs(form, hidden, gated):
+    config = dataclasses.replace(CELO2, hidden=(4, 6), form=form, gated=gated)
+    rng = np.random.default_rng(0)
+    drawn = initial_weights(config, rng, "momentum")
+    if gated:
+        drawn["g0"] = rng.standard_normal(drawn["g0"].shape).astype(np.float32)
+    if form == "d_exp_m":
+        # Two units more, of which one reads one more of the first layer.
+        drawn["w2"][[3, 5], 1] = 0.5
+        drawn["w1"][:, [3, 5]] = np.eye(4, 2, k=-1)
+        drawn["b1"][3] = 0.1
+    else:
+        drawn["w2"][:, 1:] = 1.0  # outputs that this form does not use
+    smaller = without_idle_units(Rule(config, drawn))
+    assert smaller.config == dataclasses.replace(config, hidden=hidden)
+    x = rng.standard_normal((50, feature_count(config)))
+    used = slice(1 if form == "d" else 2)
+    for gate in (0.0, 0.7) if gated else (0.0,):
+        before, after = (
+            directions(c, {**w, "w0": w["w0"] + np.float32(gate) * w.get("g0", 0)}, x)[:, used]
+            for c, w in ((config, drawn), (smaller.config, smaller.weights))
+        )
+        np.testing.assert_allclose(after, before, rtol=1e-12)
+
+
+def test_layers_of_idle_units_keep_one():
+    drawn = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(CELO2).items()}
+    assert without_idle_units(Rule(CELO2, drawn)).config.hidden == (1, 1)
 
 
 @pytest.mark.parametrize("start", get_args(Start)[1:])

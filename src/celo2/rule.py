@@ -367,6 +367,35 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
     return odd
 
 
+def without_idle_units(rule: Rule) -> Rule:
+    """The same updates from a smaller MLP.
+
+    Hidden units that no output of the rule's form depends on are left out, and so are layers that
+    pass their inputs on: a ReLU of a ReLU changes nothing.
+    """
+    weights = {name: np.asarray(weight, np.float32) for name, weight in rule.weights.items()}
+    layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(len(rule.config.hidden) + 1)]
+    reads = layers[-1][0][:, : 1 if rule.config.form == "d" else 2]
+    used = np.arange(1)
+    for i in reversed(range(len(layers) - 1)):
+        used = np.flatnonzero(reads.any(1)) if reads.any() else np.arange(1)  # one at least
+        layers[i + 1] = layers[i + 1][0][used], layers[i + 1][1]
+        layers[i] = layers[i][0][:, used], layers[i][1][used]
+        reads = layers[i][0]
+    first, *middle, last = layers
+    kept = [first, *(layer for layer in middle if not _passes_on(*layer)), last]
+    smaller = {f"w{i}": weight for i, (weight, _) in enumerate(kept)}
+    smaller |= {f"b{i}": bias for i, (_, bias) in enumerate(kept)}
+    if rule.config.gated:
+        smaller["g0"] = weights["g0"][:, used]
+    hidden = tuple(len(bias) for _, bias in kept[:-1])
+    return Rule(dataclasses.replace(rule.config, hidden=hidden), smaller, rule.origin)
+
+
+def _passes_on(weight: np.ndarray, bias: np.ndarray) -> bool:
+    return np.array_equal(weight, np.eye(*weight.shape)) and not bias.any()
+
+
 def check_pairs(config: RuleConfig) -> None:
     """Raises a ValueError where a layer's units cannot be tied in pairs."""
     if any(width % 2 for width in config.hidden):

@@ -1,6 +1,7 @@
 """Tensors of any dtype, shape, memory layout and device in one optimizer."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from celo2.torch import Celo2, Celo2Base
-from small import SMALL_BASE, make_rule
+from small import GATED, SMALL_BASE, make_rule
 from torch_models import LR, RULE, assert_same, loss_of, make_model, parameter, rms, train
 
 
@@ -177,6 +178,7 @@ def gpt_on_a_gpu(layers: int, width: int, context: int) -> list[tuple[str, nn.Pa
     [
         (Celo2, (12, 768, 1024), 1_300),  # GPT-2, 124M; torch.optim.Muon takes 1,104 for its part
         (Celo2Base, (12, 768, 1024), 1_500),
+        (functools.partial(Celo2, rule=make_rule(GATED)), (12, 768, 1024), 1_300),
         pytest.param(Celo2, (24, 2048, 2048), 8_000, marks=pytest.mark.slow),  # 1.3B
     ],
 )

@@ -120,7 +120,7 @@ def sum_squares(inputs: Inputs, skip_nonfinite: bool) -> Tensor:
     inverse = (inputs.rms + RMS_EPSILON).reciprocal_()
     plain = squares.sum(MATRIX)
     squares = squares.narrow(-3, len(singles), 1 + len(inputs.momentum))
-    over_rms = (squares.flatten(-2) @ inverse.flatten(-2).unsqueeze(-1)).squeeze(-1)
+    over_rms = _weighted_sums(squares.flatten(-2), inverse.flatten(-2))
     factored = _factored_sums(squares, [f.movedim(0, -3) for f in inputs.factors])
     sums = torch.cat([plain, over_rms, inverse.sum(MATRIX).unsqueeze(-1), *factored], -1)
     return sums.movedim(-1, 0).unsqueeze(-1).unsqueeze(-1)
@@ -135,14 +135,25 @@ def sums_in_order(sums: Tensor, matrix: bool) -> Tensor:
     return torch.cat([*firsts, factored[0], grad_over_rms, *factored[1:]][: None if matrix else -1])
 
 
+def _weighted_sums(planes: Tensor, weights: Tensor) -> Tensor:
+    """(batch…, planes) from (batch…, planes, elements) and (batch…, elements)."""
+    if planes.shape[:-2].numel() > 1:
+        return (planes @ weights.unsqueeze(-1)).squeeze(-1)
+    # One matrix is multiplied as such: as a stack of one it takes twice as long.
+    sums = planes.flatten(0, -2) @ weights.flatten()
+    return sums.view(planes.shape[:-1])
+
+
 def _factored_sums(squares: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Of factored gradients and momenta, (batch…, decays) each, from (batch…, 1 + decays, ·, ·)."""
     grad, momentum = squares.split((1, squares.shape[-3] - 1), -3)
     first, *rest = factors
     if rest and first.shape[-2] == rest[0].shape[-1] == 1:
-        by_rows = grad.squeeze(-3) @ first.squeeze(-2).mT  # (batch…, rows, decays)
-        gradients = (by_rows * rest[0].squeeze(-1).mT).sum(-2)
-        return gradients, ((momentum @ first.mT) * rest[0]).sum(MATRIX)
+        # All planes by all decays: one product of large matrices takes less time than some small.
+        by_rows = first.squeeze(-2) @ squares.flatten(-3, -2).mT  # (batch…, decays, planes · rows)
+        by_rows = by_rows.unflatten(-1, squares.shape[-3:-1])
+        sums = (by_rows @ rest[0]).squeeze(-1)  # (batch…, decays, planes)
+        return sums.select(-1, 0), sums.narrow(-1, 1, sums.shape[-2]).diagonal(dim1=-2, dim2=-1)
     # A vector, or factors over axes of a batch, as the published layout may have them.
     scales = first * rest[0] if rest else first
     return (grad * scales).sum(MATRIX), (momentum * scales).sum(MATRIX)

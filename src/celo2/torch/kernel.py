@@ -21,7 +21,7 @@ from celo2.rule import CLIP, GRADIENT_LIMIT, RMS_EPSILON, RuleConfig
 from celo2.torch.features import factored_scales, plane_count
 from celo2.torch.moments import Moments, count_moves, find_moving, find_rates, update_factored
 from celo2.torch.tensors import Plan, Stack
-from celo2.torch.update import FirstLayer, Layers, Weights, fold_normalizers, layers_of
+from celo2.torch.update import FirstLayer, Layers, Weights, fold_normalizers, layers_of, widths_of
 
 TILE = 128  # elements that a program of the second and third launch has
 ROWS, COLUMNS = 32, 64  # and of the first
@@ -93,7 +93,8 @@ def triton_outputs(
 
     layer = fold_normalizers(weights, config, axes, squares, moments, plan)
     layers = layers_of(weights, config)
-    hidden = max(16, *(triton.next_power_of_2(n) for n in config.hidden))
+    widths = widths_of(layers)
+    hidden = max(16, *(triton.next_power_of_2(n) for n in widths))
     packed = _pack(layer, layers, slices, hidden)
     outputs = like.new_empty(len(layers[-1][1]), *shape)
     run_tiles[grid](
@@ -104,7 +105,7 @@ def triton_outputs(
         SUMS=False,
         P=planes,
         H=hidden,
-        U=config.hidden[0],
+        U=widths[0],
         LAYERS=len(layers),
         OUT=len(outputs),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from celo2.routing import Explanation, Overrides, Route, Scale, check_patterns, scale_factor
-from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig
+from celo2.rule import ADAM_MULTIPLIER, Rule, RuleConfig, without_idle_units
 from celo2.rulefile import as_rule, digest
 from celo2.torch.grouping import (
     Member,
@@ -84,7 +84,7 @@ class Celo2(torch.optim.Optimizer):
         foreach: False updates every tensor by itself; else those of one shape go together.
         capturable: as torch has it; here every step can be captured in a CUDA graph.
         workspace: bytes that the temporaries of a step may take beside one tensor's update: 1 GiB
-            by default; on a CPU as many as the largest tensor has, from 1 MiB to 4 MiB.
+            by default; on a CPU 15/16 of the largest tensor's, from 1 MiB to 4 MiB.
         kernel: "triton" for fused kernels on matrices, "eager" for torch's operations. Default: the
             former on CUDA, where Triton is installed and nothing is compiled.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
@@ -166,7 +166,7 @@ class Celo2(torch.optim.Optimizer):
         self._rules[name] = loaded
         self._weights[name, CPU] = {
             k: torch.tensor(np.asarray(w, np.float32), device=CPU)
-            for k, w in loaded.weights.items()
+            for k, w in without_idle_units(loaded).weights.items()
         }
         return name
 

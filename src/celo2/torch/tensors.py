@@ -250,7 +250,8 @@ def default_workspace(largest: Tensor) -> int:
     if largest.device.type != "cpu":
         return ACCELERATOR_WORKSPACE
     least, most = CPU_WORKSPACE
-    return min(max(least, FLOAT * largest.numel()), most)
+    # A sixteenth is for what is not counted: rows, columns and the MLP's offsets.
+    return min(max(least, FLOAT * largest.numel() * 15 // 16), most)
 
 
 def as_it_is(function: Callable) -> Callable:

@@ -5,7 +5,9 @@
 
 import functools
 import math
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +101,9 @@ def normalize_inputs(
     shape = inputs.grad.shape
     squares = Sums()
     squared = inputs._replace(factors=tuple(f.square() for f in inputs.factors))
-    for block in plan.blocks(shape, 3 * len(inputs.momentum) + 6):
+    arrays = len(inputs.momentum) + 3
+    copies = 0 if shape[0] == 1 else arrays
+    for block in plan.blocks(shape, 2 * arrays + copies):
         found = sum_squares(squared.cut(block), plan.skip_nonfinite)
         squares.add(block, found, (len(found), *shape[:-2], 1, 1), stacked=1)
     sums = sums_in_order(squares.total, axes.matrix)
@@ -115,7 +119,7 @@ def fold_normalizers(
     cancelled = None
     if config.gated or config.overshoot:
         at = feature_rows(config)["momentum"].start
-        cancelled = cancellation(config, axes, mean_squares[at], moments, plan.extent)
+        cancelled = cancellation(config, axes, mean_squares.select(0, at), moments, plan.extent)
     if config.gated and cancelled is not None:
         gates = split_first_layer(config, weights["g0"], axes.matrix)
         parts = open_gates(parts, gates, cancelled)
@@ -142,7 +146,7 @@ def cancellation(
     the first momentum's.
     """
     kept = tuple(axis for axis in MATRIX if axis not in axes.rows)
-    rows = extent.mean(moments.rows[0].sum(MATRIX, keepdim=True), kept)
+    rows = extent.mean(moments.rows.select(0, 0).sum(MATRIX, keepdim=True), kept)
     offset, slope = cancellation_scale(config)
     logarithm = (mean_square / (rows + FACTORED_FLOOR) + EPSILON).log()
     return (offset + slope * logarithm).clamp(0.0, CANCELLATION_LIMIT)
@@ -170,8 +174,8 @@ def apply_mlp(
     shape = inputs.grad.shape
     layers = layers_of(weights, config)
     outputs = weights["w0"].new_empty((len(layers[-1][1]), *shape)).unbind(0)
-    width = max(*config.hidden, len(outputs))
-    floats = max(plane_count(config, axes.matrix), width), width
+    widths = widths_of(layers)
+    floats = max(plane_count(config, axes.matrix), *widths), max(widths)
     copies = 0 if shape[0] == 1 else len(inputs.momentum) + 3
     cuts = list(plan.blocks(shape, sum(floats) + copies))
     if plan.compiles:
@@ -184,8 +188,11 @@ def apply_mlp(
     for cut in cuts:
         kernel = part(layer.kernel, cut, stacked=2)
         offsets = [part(x, cut, stacked=1) for x in layer.offsets]
-        found = run(kernel, offsets, inputs.cut(cut), axes.matrix, plan.skip_nonfinite)
-        torch._foreach_copy_([part(output, cut) for output in outputs], list(found))
+        own = [part(output, cut) for output in outputs]
+        places = [] if plan.compiles else [own]
+        found = run(kernel, offsets, inputs.cut(cut), axes.matrix, plan.skip_nonfinite, *places)
+        if found[0] is not own[0]:
+            torch._foreach_copy_(own, list(found))
     return outputs
 
 
@@ -195,6 +202,14 @@ def layers_of(weights: Weights, config: RuleConfig) -> Layers:
     channels = 1 if config.form == "d" else 2
     weight, bias = layers.pop()
     return [*layers, (weight.narrow(1, 0, channels), bias.narrow(0, 0, channels))]
+
+
+def widths_of(layers: Layers) -> list[int]:
+    """How many units each hidden layer has, and how many outputs the form needs.
+
+    The rule's config may have more: see `without_idle_units`.
+    """
+    return [*(len(weight) for weight, _ in layers), len(layers[-1][1])]
 
 
 def run_units(
@@ -240,7 +255,7 @@ def arrange_buffers(
     count, size, planes = math.prod(batch), rows * columns, plane_count(config, matrix)
     values, units, *others = (
         memory[i % 2].narrow(0, 0, count * n * size).view(count, n, size)
-        for i, n in enumerate((planes, *config.hidden, len(layers[-1][1])))
+        for i, n in enumerate((planes, *widths_of(layers)))
     )
     places = feature_places(config, matrix, values.view(*batch, planes, rows, columns))
     after = [
@@ -257,8 +272,12 @@ def run_products(
     inputs: Inputs,
     matrix: bool,
     skip_nonfinite: bool,
-) -> tuple[Tensor, ...]:
-    """The MLP of a block with a product of matrices for every layer."""
+    outputs: list[Tensor],
+) -> Sequence[Tensor]:
+    """The MLP of a block with a product of matrices for every layer.
+
+    A single output is written where it belongs, if that is in one piece.
+    """
     *batch, rows, columns = shape = tuple(inputs.grad.shape)
     buffers = arrange(shape)
     build_features(inputs, matrix, skip_nonfinite, buffers.places)
@@ -269,8 +288,14 @@ def run_products(
         offset = units
     kernel = kernel.flatten(2).permute(2, 1, 0)  # (slices, units, planes)
     torch.baddbmm(offset, kernel, buffers.planes, out=units)
-    for bias, weight, out in buffers.layers:
+    for bias, weight, out in buffers.layers[:-1]:
         units = torch.baddbmm(bias, weight, units.relu_(), out=out)
+    bias, weight, out = buffers.layers[-1]
+    direct = len(outputs) == 1 and outputs[0].is_contiguous()
+    out = outputs[0].view(out.shape) if direct else out
+    units = torch.baddbmm(bias, weight, units.relu_(), out=out)
+    if direct:
+        return outputs
     return units.view(*batch, units.shape[1], rows, columns).unbind(-3)
 
 
@@ -312,23 +337,34 @@ def newton_schulz(
         multiply, multiply_add = _multiply, _multiply_add
     if 2 * y.shape[-1] < 3 * y.shape[-2]:
         a, b, c = NEWTON_SCHULZ
-        early = y
+        start, early = y, None
         for step in range(1, steps + 1):
             gram = multiply(y, y.mT)
             factor = multiply_add(gram, gram, gram, beta=b, alpha=c)
-            iterate = multiply_add(y, factor, y, beta=a)
-            torch._foreach_copy_([y], [iterate])
-            early = iterate if step == OVERSHOOT_STEP and overshoot is not None else early
-        if overshoot is not None:
-            torch._foreach_sub_([y], [early.mul_(overshoot)])
+            del gram
+            y = _replace(y, -1, lambda some, by=factor: multiply_add(some, by, some, beta=a))
+            if step == OVERSHOOT_STEP and overshoot is not None:
+                early = y.clone()
+        if early is not None:
+            y.sub_(early.mul_(overshoot))
     else:
+        start = y
         total = _gram_polynomial(multiply(y, y.mT), steps, overshoot, multiply, multiply_add)
-        # In parts on a CPU, where a second array of this size would be the step's largest.
-        parts = 4 if y.device.type == "cpu" else 1
-        for columns in y.split(-(-y.shape[-1] // parts), -1):
-            torch._foreach_copy_([columns], [multiply(total, columns)])
-    if y.dtype != x.dtype:
+        y = _replace(y, -1, lambda some: multiply(total, some))
+    if y is not start or y.dtype != x.dtype:
         torch._foreach_copy_([x], [y.view(x.shape)])
+    return x
+
+
+def _replace(x: Tensor, axis: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function that works on each row or column of `x` by itself makes of it.
+
+    In place on a CPU, and in halves: a second array of this size would be the step's largest.
+    """
+    if x.device.type != "cpu":
+        return function(x)
+    for half in x.split(-(-x.shape[axis] // 2), axis):
+        torch._foreach_copy_([half], [function(half)])
     return x
 
 
@@ -342,7 +378,7 @@ def _gram_polynomial(
     """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
 
     The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
-    multiply the small matrices and touch y only once more.
+    multiply the small matrices, which commute, and touch y only once more.
     """
     a, b, c = NEWTON_SCHULZ
 
@@ -351,24 +387,36 @@ def _gram_polynomial(
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
         return factor
 
-    early = total = factor = factor_of(gram)
+    def times(x: Tensor, factor: Tensor) -> Tensor:
+        return _replace(x, -2, lambda rows: multiply(rows, factor))
+
+    total = factor = factor_of(gram)
+    early = None
     for step in range(2, steps + 1):
-        gram = multiply(factor, gram)
-        gram = multiply(gram, factor)
+        gram = times(times(gram, factor), factor)
+        del factor  # its memory is for the next one
         factor = factor_of(gram)
-        total = multiply(factor, total)
-        early = total if step == OVERSHOOT_STEP else early
-    return total if overshoot is None else total.sub_(early.mul_(overshoot))
+        total = times(total, factor)
+        if step == OVERSHOOT_STEP and overshoot is not None:
+            early = total.clone()
+    return total if early is None else total.sub_(early.mul_(overshoot))
 
 
 def _suits_onednn(y: Tensor) -> bool:
     """Whether oneDNN multiplies a matrix faster than MKL, which `@` calls.
 
-    MKL uses half the width of an AMD core's registers and takes twice as long; elsewhere, and with
-    small matrices, there is no difference.
+    On AMD's processors: MKL uses half the width of their registers and takes twice as long. On
+    Intel's, oneDNN takes 1.3 times as long. With small matrices there is no difference.
     """
     found = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return found and y.device.type == "cpu" and y.dtype == torch.float32 and len(y) >= 96
+    large = y.device.type == "cpu" and y.dtype == torch.float32 and len(y) >= 96
+    return found and large and _has_amd_processor()
+
+
+@functools.cache
+def _has_amd_processor() -> bool:
+    file = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (file.read_text() if file.exists() else platform.processor())
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
