@@ -292,7 +292,7 @@ def check_settings(group: dict[str, Any]) -> None:
         value = group[name]
         if not isinstance(value, (Tensor, numbers.Real)):
             raise ValueError(f"{name}={value!r} must be a number.")
-        if not isinstance(value, Tensor) and not value >= 0:
+        if not isinstance(value, Tensor) and not float(value) >= 0:
             raise ValueError(f"{name}={value} must not be negative.")
     check_choice("scale", group["scale"], Scale)
     betas = group["betas"]
@@ -303,7 +303,7 @@ def check_settings(group: dict[str, Any]) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
     space = group["workspace"]
-    if space is not None and not (isinstance(space, numbers.Real) and space > 0):
+    if space is not None and not (isinstance(space, numbers.Real) and float(space) > 0):
         raise ValueError(f"workspace={space!r} must be a positive number of bytes.")
     if group["kernel"] not in (None, "triton", "eager"):
         raise ValueError(f'kernel={group["kernel"]!r} is not "triton", "eager" or None.')
@@ -312,7 +312,7 @@ def check_settings(group: dict[str, Any]) -> None:
 
 
 def _is_decay(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, numbers.Real) and 0 <= value < 1)
+    return isinstance(value, Tensor) or (isinstance(value, numbers.Real) and 0 <= float(value) < 1)
 
 
 def check_names(overrides: Overrides, groups: list[dict[str, Any]]) -> None:
