@@ -344,9 +344,9 @@ def newton_schulz(
             del gram
             y = _replace(y, -1, lambda some, by=factor: multiply_add(some, by, some, beta=a))
             if step == OVERSHOOT_STEP and overshoot is not None:
-                early = y.clone()
+                early = y * overshoot
         if early is not None:
-            y.sub_(early.mul_(overshoot))
+            y.sub_(early)
     else:
         start = y
         total = _gram_polynomial(multiply(y, y.mT), steps, overshoot, multiply, multiply_add)
@@ -398,8 +398,8 @@ def _gram_polynomial(
         factor = factor_of(gram)
         total = times(total, factor)
         if step == OVERSHOOT_STEP and overshoot is not None:
-            early = total.clone()
-    return total if early is None else total.sub_(early.mul_(overshoot))
+            early = total * overshoot
+    return total if early is None else total.sub_(early)
 
 
 def _suits_onednn(y: Tensor) -> bool:
