@@ -92,3 +92,9 @@ def test_a_group_of_equal_matrices_takes_three_launches(monkeypatch):
         param.grad = torch.ones(3, 4)
     Celo2(params, rule=make_rule(SMALL), kernel="triton").step()
     assert launched == ["sum_gradients", "run_tiles", "run_tiles"]
+
+
+def test_parameters_on_a_cpu_are_refused_without_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="needs parameters on a GPU.*TRITON_INTERPRET=1"):
+        train(kernel="triton")

@@ -5,6 +5,7 @@
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -134,6 +135,11 @@ def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> An
     by_default = wish is None and first.is_cuda and not (plan.compiles or fake)
     if wish != "triton" and not (by_default and importlib.util.find_spec("triton")):
         return None
+    if first.device.type == "cpu" and not fake and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            'kernel="triton" needs parameters on a GPU, and these are on the CPU: leave kernel out, '
+            "or set TRITON_INTERPRET=1 before triton is imported, whose interpreter is slow."
+        )
     from celo2.torch import kernel
 
     return kernel if kernel.can_run(axes, param, *others) else None
