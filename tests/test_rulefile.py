@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import celo2
 from celo2 import rulefile
-from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig, initial_weights, make_odd
+from celo2.rule import CELO2, CELO2_BASE, Rule, RuleConfig, initial_weights, make_odd, odd_features
 from hub import be_online
 from rule_files import (
     FILE,
@@ -190,7 +190,10 @@ def test_saved_file_has_ordinary_permissions(tmp_path):
     assert len(modes) == 1
 
 
-@pytest.mark.parametrize(("name", "config"), [("celo2", CELO2), ("celo2-base", CELO2_BASE)])
+SHIPPED = dataclasses.replace(CELO2, gated=True, overshoot=0.5)
+
+
+@pytest.mark.parametrize(("name", "config"), [("celo2", SHIPPED), ("celo2-base", CELO2_BASE)])
 def test_shipped_rule_has_its_config_and_its_run_was_ended(name, config):
     rule = celo2.pretrained(name)  # warnings are errors here: it has none to give
     assert rule.config == config
@@ -200,13 +203,18 @@ def test_shipped_rule_has_its_config_and_its_run_was_ended(name, config):
     assert set(origin["data"]) >= {"python-docs", "mnist", "fashion_mnist", "cifar10", "svhn"}
 
 
-def test_shipped_celo2_is_odd_and_has_learned_the_mix_alone():
+def test_shipped_celo2_is_an_odd_linear_mix():
     rule = celo2.pretrained("celo2")
     for name, w in make_odd(rule.config, rule.weights).items():
         np.testing.assert_allclose(w, rule.weights[name], atol=1e-6)
     carry = initial_weights(rule.config, np.random.default_rng(0), "momentum")
     np.testing.assert_allclose(rule.weights["w2"], carry["w2"], atol=1e-6)
     np.testing.assert_allclose(rule.weights["w1"][:, :2], carry["w1"][:, :2], atol=1e-6)
+    even = ~odd_features(rule.config)
+    for name in ("w0", "g0"):
+        assert not rule.weights[name][even, :2].any()
+    for name in ("b0", "b1", "b2"):
+        assert not rule.weights[name][:2].any()
 
 
 def test_untrained_placeholder_warns(monkeypatch):

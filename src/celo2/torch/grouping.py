@@ -137,8 +137,8 @@ def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> An
         return None
     if first.device.type == "cpu" and not fake and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            'kernel="triton" needs parameters on a GPU, and these are on the CPU: leave kernel out, '
-            "or set TRITON_INTERPRET=1 before triton is imported, whose interpreter is slow."
+            'kernel="triton" needs parameters on a GPU, and these are on the CPU: leave it out, or '
+            "set TRITON_INTERPRET=1 before triton is imported, whose interpreter is slow."
         )
     from celo2.torch import kernel
 
