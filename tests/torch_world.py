@@ -121,7 +121,7 @@ def check_equal_to_one_process(model: nn.Module, kind: str, steps: int) -> None:
     trained = zip(model.parameters(), one_process(kind, steps).parameters(), strict=True)
     for (ours, expected), before in zip(trained, Model().parameters(), strict=True):
         torch.testing.assert_close(whole(ours), expected, rtol=1e-4, atol=1e-5)
-        assert (expected - before).abs().max() > LR / 2
+        assert (expected - before).abs().max() > LR / 10  # it was trained
 
 
 def check_fully_sharded(
