@@ -17,8 +17,7 @@ from small import make_rule
 VOCAB, WIDTH, LENGTH, BATCH = 11, 5, 6, 4  # five rows over two processes: three and two
 LR = 2e-3
 SCENARIOS: dict[int, dict[str, Callable[["Here"], None]]] = {2: {}, 4: {}}  # by processes
-MIX = Path(__file__).parent.parent / "rules" / "celo2-mix.safetensors"
-RULES = {"celo2": MIX, "celo2_base": make_rule(CELO2_BASE)}
+RULES = {"celo2": "celo2", "celo2_base": make_rule(CELO2_BASE)}
 
 
 class Here:
@@ -122,7 +121,8 @@ def check_equal_to_one_process(model: nn.Module, kind: str, steps: int) -> None:
     trained = zip(model.parameters(), one_process(kind, steps).parameters(), strict=True)
     for (ours, expected), before in zip(trained, Model().parameters(), strict=True):
         torch.testing.assert_close(whole(ours), expected, rtol=1e-4, atol=1e-5)
-        assert (expected - before).abs().max() > LR / 2
+        if expected.numel() > 1:  # the bias of `gate` alone can come back to where it began
+            assert (expected - before).abs().max() > LR / 2
 
 
 def check_fully_sharded(
