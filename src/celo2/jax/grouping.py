@@ -128,26 +128,28 @@ def is_worth_redistributing(mesh: AbstractMesh, count: int) -> bool:
     return automatic and min(mesh.size, count) > 1 and count >= LEAST_BUSY * mesh.size
 
 
-def redistributed(function: Callable[..., Array], mesh: AbstractMesh) -> Callable[..., Array]:
+def redistributed(
+    function: Callable[..., tuple[Array, Any]], mesh: AbstractMesh
+) -> Callable[..., tuple[Array, Any]]:
     """`function`, which treats the members of a stack apart, with whole members on each device.
 
-    What it takes besides the stack is small, and left to XLA.
+    What it takes and returns besides the stack is small, and left to XLA.
 
     Newton–Schulz of a matrix that is sharded over devices sends it around several times at every
     iteration. Here every device gets whole matrices, works alone, and gives them back, which sends
     each of them twice in all.
     """
 
-    def on_whole_members(stack: Array, *rest: Any) -> Array:
+    def on_whole_members(stack: Array, *rest: Any) -> tuple[Array, Any]:
         axes = mesh.axis_names
         # One axis of the mesh after the other, there and back: XLA knows a single exchange for
         # each, and would gather the whole stack for all at once.
         for count in range(len(axes) + 1):
             stack = _shard_members(mesh, axes[:count], stack)
-        stack = function(stack, *rest)
+        stack, found = function(stack, *rest)
         for count in range(len(axes), -1, -1):
             stack = _shard_members(mesh, axes[:count], stack)
-        return stack
+        return stack, found
 
     return on_whole_members
 

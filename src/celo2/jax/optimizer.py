@@ -4,7 +4,6 @@
 tensors, AdamW on the others. Below them, what they need of parameter trees.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -37,10 +36,9 @@ from celo2.jax.moments import (
     update_moments,
 )
 from celo2.jax.update import (
-    NORMS,
     Kernel,
-    cancellation,
-    newton_schulz,
+    finish_update,
+    learned_update,
     overshoot_of,
     tensor_update,
 )
@@ -183,36 +181,37 @@ def _rule_on_views(
         static_argnums=0,
     )
 
-    def update_tensor(
-        config: RuleConfig, axes: Axes, tensor: tuple[Array, Array, Moments, Array]
-    ) -> tuple[Array, Array]:
-        param, grad, moments, moving = tensor
-        if grad.size == 0:  # nothing to move, and nothing to take a mean of
-            return grad, moments.running_rms
+    def inputs_of(tensor: tuple[Array, Array, Moments, Array]) -> tuple[Array, Array, Moments]:
         # What does not move has a gradient of zeros, or one that is not finite.
-        grad = jnp.where(moving, clip_gradient(grad), 0.0)
-        options = {"newton_schulz_dtype": newton_schulz_dtype, "kernel": kernel}
-        found = tensor_update(weights, config, axes, param, grad, moments, **options)
-        return _if_moving(moving, *found, moments.running_rms)
+        param, grad, moments, moving = tensor
+        return param, jnp.where(moving, clip_gradient(grad), 0.0), moments
+
+    precision = {"newton_schulz_dtype": newton_schulz_dtype}
+
+    def update_tensor(axes: Axes, tensor: Any) -> tuple[Array, Array]:
+        inputs = inputs_of(tensor)
+        found = tensor_update(weights, config, axes, *inputs, kernel=kernel, **precision)
+        return _if_moving(tensor[-1], *found, inputs[-1].running_rms)
 
     def update_group(axes: Axes, tensors: list[Any]) -> list[tuple[Array, Array]]:
+        if tensors[0][0].size == 0:  # nothing to move, and nothing to take a mean of
+            return [(grad, moments.running_rms) for _, grad, moments, _ in tensors]
         mesh = mesh_of(tensors)
         orthogonalize = config.orthogonalize and axes.matrix
         if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
-            return for_each(functools.partial(update_tensor, config, axes), tensors)
+            return for_each(functools.partial(update_tensor, axes), tensors)
+
         # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
-        learned = dataclasses.replace(config, orthogonalize=False, norm="raw")
-        updates, _ = loop(functools.partial(update_tensor, learned, axes), tensors)
-        mean, moves, moving = jax.tree.map(
-            lambda *x: jnp.stack(x), *[(m.running_rms, m.moves, move) for _, _, m, move in tensors]
-        )
-        orthogonal = redistributed(
-            functools.partial(newton_schulz, dtype=newton_schulz_dtype), mesh
-        )
-        overshoot = [overshoot_of(config, cancellation(config, m)) for _, _, m, _ in tensors]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *overshoot)
-        found = NORMS[config.norm](orthogonal(updates, stacked), mean, moves)
-        return unstack(_if_moving(moving, *found, mean), len(tensors))
+        def learn(tensor: Any) -> Array:
+            return learned_update(weights, config, axes, *inputs_of(tensor), kernel=kernel)
+
+        def finish(update: Array, overshoot: Any, mean: Array, moves: Array, moving: Array):
+            found = finish_update(config, axes, update, overshoot, mean, moves, **precision)
+            return _if_moving(moving, *found, mean)
+
+        rest = [(overshoot_of(config, m), m.running_rms, m.moves, move) for *_, m, move in tensors]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
+        return unstack(redistributed(finish, mesh)(loop(learn, tensors), *stacked), len(tensors))
 
     def update(views: list[MatrixView], updates, state, params: Any = None):
         check_same_tree(updates, params)

@@ -47,20 +47,49 @@ def tensor_update(
 
     The moments have taken the gradient in.
     """
+    update = learned_update(weights, config, axes, param, grad, moments, kernel=kernel)
+    overshoot, mean, moves = overshoot_of(config, moments), moments.running_rms, moments.moves
+    return finish_update(
+        config, axes, update, overshoot, mean, moves, newton_schulz_dtype=newton_schulz_dtype
+    )
+
+
+def learned_update(
+    weights: Weights,
+    config: RuleConfig,
+    axes: Axes,
+    param: Array,
+    grad: Array,
+    moments: Moments,
+    *,
+    kernel: Kernel = "fused",
+) -> Array:
+    """What the MLP makes of the features: the update before its orthogonalization and norm."""
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
-    cancelled = cancellation(config, moments)
     if config.gated:
         gates = split_first_layer(config, weights["g0"], axes.matrix)
-        first_layer = open_gates(first_layer, gates, cancelled)
+        first_layer = open_gates(first_layer, gates, cancellation(config, moments))
     build = functools.partial(build_features, axes)
     direction, magnitude = run_mlp(
         weights, first_layer, normalize_inputs, build, (param, grad, moments), kernel
     )
-    update = FORMS[config.form](direction, magnitude)
+    return FORMS[config.form](direction, magnitude)
+
+
+def finish_update(
+    config: RuleConfig,
+    axes: Axes,
+    update: Array,
+    overshoot: Array | None,
+    running_rms: Array,
+    moves: Array,
+    *,
+    newton_schulz_dtype: Any = None,
+) -> tuple[Array, Array]:
+    """The update orthogonalized and scaled, and its new `running_rms`; for a stack, of each."""
     if config.orthogonalize and axes.matrix:
-        overshoot = overshoot_of(config, cancelled)
-        update = newton_schulz(update, dtype=newton_schulz_dtype, overshoot=overshoot)
-    return NORMS[config.norm](update, moments.running_rms, moments.moves)
+        update = newton_schulz(update, overshoot, dtype=newton_schulz_dtype)
+    return NORMS[config.norm](update, running_rms, moves)
 
 
 def run_mlp(
@@ -90,9 +119,11 @@ def cancellation(config: RuleConfig, moments: Moments) -> Array:
     return jnp.clip(offset + slope * jnp.log(ratio + EPSILON), 0.0, CANCELLATION_LIMIT)
 
 
-def overshoot_of(config: RuleConfig, cancellation: Array) -> Array | None:
+def overshoot_of(config: RuleConfig, moments: Moments) -> Array | None:
     """The part of the second Newton–Schulz iterate that is subtracted, (batch…, 1, 1)."""
-    return cancellation * (config.overshoot / CANCELLATION_LIMIT) if config.overshoot else None
+    if not config.overshoot:
+        return None
+    return cancellation(config, moments) * (config.overshoot / CANCELLATION_LIMIT)
 
 
 def open_gates(parts: list[Array], gates: list[Array], cancellation: Array) -> list[Array]:
