@@ -1,8 +1,9 @@
 """Runs small enough for tests: all share one compiled program."""
 
 import dataclasses
-import functools
 
+import jax
+import numpy as np
 import pytest
 
 from celo2.metatrain import MetaConfig, loop, metatrain, status
@@ -26,12 +27,7 @@ FLAGS = (
 ).split()
 
 
-@functools.cache
-def _program(config, names, mesh):
-    return build(config, _families[names], mesh)
-
-
-_families = {}
+_programs = {}
 
 
 def shared_build(config, families, mesh):
@@ -39,9 +35,12 @@ def shared_build(config, families, mesh):
     # Under a constant rate `iterations` is no part of the program.
     if config.decay == "constant":
         config = dataclasses.replace(config, iterations=1)
-    names = tuple(family.names for family in families)
-    _families.setdefault(names, families)
-    return _program(config, names, mesh)
+    data = [np.asarray(x) for family in families for x in jax.tree.leaves(family.data)]
+    contents = tuple((x.shape, hash(x.tobytes())) for x in data)
+    key = config, tuple(family.names for family in families), contents, mesh
+    if key not in _programs:
+        _programs[key] = build(config, families, mesh)
+    return _programs[key]
 
 
 @pytest.fixture
