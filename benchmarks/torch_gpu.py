@@ -25,7 +25,7 @@ from celo2.torch import Celo2, Celo2Base
 LAYERS, WIDTH, CONTEXT, VOCABULARY = 12, 768, 1024, 50257
 FREE = ("empty", "view", "squeeze", "select", "slice", "permute", "transpose", "expand", "unbind")
 FREE += ("detach", "alias", "as_strided", "diagonal", "split", "device", "record_function")
-GATED = Path(__file__).parents[1] / "rules" / "celo2-gated.safetensors"
+MIX = Path(__file__).parents[1] / "rules" / "celo2-mix.safetensors"  # without gate, overshoot
 BFLOAT16 = {"newton_schulz_dtype": torch.bfloat16}
 
 
@@ -89,8 +89,8 @@ CONTENDERS = {
     "celo2-base triton": lambda params: Celo2Base(params, kernel="triton"),
     "celo2-base compiled": lambda params: Celo2Base(params, compile=True),
     "celo2 eager": lambda params: Celo2(params, kernel="eager"),
-    "celo2 gated eager": lambda params: Celo2(params, rule=GATED, kernel="eager"),
-    "celo2 gated triton": lambda params: Celo2(params, rule=GATED, kernel="triton"),
+    "celo2 mix eager": lambda params: Celo2(params, rule=MIX, kernel="eager"),
+    "celo2 mix triton": lambda params: Celo2(params, rule=MIX, kernel="triton"),
     "celo2 triton": lambda params: Celo2(params, kernel="triton"),
     "celo2 triton bf16": lambda params: Celo2(params, kernel="triton", **BFLOAT16),
     "celo2 compiled bf16": lambda params: Celo2(params, compile=True, **BFLOAT16),

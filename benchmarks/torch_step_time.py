@@ -5,8 +5,8 @@
 The shapes are those of a GPT with 9.5M parameters in 75 tensors; "hidden" is the 9.3M of the
 layers' matrices. All optimizers step in turn in one process with one thread, so that other load
 hits them alike. torch.optim.Muon multiplies matrices in bfloat16; "muon float32" is the same in
-float32. Celo2 multiplies in bfloat16 where it says bf16 and in float32 elsewhere; "gated" is
-rules/celo2-gated.safetensors, with gate and overshoot. The extra memory of a step is what its
+float32. Celo2 multiplies in bfloat16 where it says bf16 and in float32 elsewhere; its rule is the
+shipped one, and "mix" is one without gate and overshoot. The extra memory of a step is what its
 operations allocate and have alive at a time, in multiples of the largest tensor.
 """
 
@@ -25,7 +25,7 @@ from torch_gpu import gpt_shapes
 from celo2.torch import Celo2, Celo2Base
 
 LAYERS, WIDTH, VOCABULARY = 6, 360, 256
-GATED = Path(__file__).parents[1] / "rules" / "celo2-gated.safetensors"
+MIX = Path(__file__).parents[1] / "rules" / "celo2-mix.safetensors"
 
 
 def lm_params(hidden: bool) -> list[tuple[str, torch.nn.Parameter]]:
@@ -134,7 +134,7 @@ def contenders(eager_only: bool) -> list[Contender]:
         ("muon float32 (hidden)", Float32Muon, True),
         ("celo2", Celo2, False),
         ("celo2 (hidden)", Celo2, True),
-        ("celo2 gated (hidden)", lambda p: Celo2(p, rule=GATED), True),
+        ("celo2 mix (hidden)", lambda p: Celo2(p, rule=MIX), True),
         ("celo2 bf16 (hidden)", lambda p: Celo2(p, **bf16), True),
         ("celo2 compiled (hidden)", lambda p: Celo2(p, compile=True), True),
         ("celo2 bf16 compiled (hidden)", lambda p: Celo2(p, compile=True, **bf16), True),

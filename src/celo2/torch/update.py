@@ -359,12 +359,12 @@ def newton_schulz(
 def _replace(x: Tensor, axis: int, function: Callable[[Tensor], Tensor]) -> Tensor:
     """What a function that works on each row or column of `x` by itself makes of it.
 
-    In place on a CPU, and in halves: a second array of this size would be the step's largest.
+    In place on a CPU, and in thirds: a second array of this size would be the step's largest.
     """
     if x.device.type != "cpu":
         return function(x)
-    for half in x.split(-(-x.shape[axis] // 2), axis):
-        torch._foreach_copy_([half], [function(half)])
+    for third in x.split(-(-x.shape[axis] // 3), axis):
+        torch._foreach_copy_([third], [function(third)])
     return x
 
 

@@ -1,0 +1,359 @@
+"""Writes the tables and figures of widths, decays, long runs, sizes and ablations from the records.
+
+python benchmarks/experiments.py
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from results import DASHES, DOCS, NAMES, fill, in_order, markdown, show_rate
+
+from celo2.evaluate.comparison import (
+    Entry,
+    Outcome,
+    Sweep,
+    best_curve,
+    curve,
+    read_sweep,
+    sensitivity,
+)
+from celo2.evaluate.plots import COLORS, MARKERS, draw_settings, draw_sizes, thin
+
+FIGURES = DOCS / "figures"
+RECORDS = DOCS / "results"
+DPI = 150
+LABELS = NAMES | {
+    "celo2-spectral": 'Celo2, `scale="spectral"`',
+    "celo2-rms0.2": "Celo2, RMS×0.2",
+}
+MODELS = {"lm-0.8m": "language model, 0.85M", "vit-tiny-cifar10": "ViT, CIFAR-10"}
+
+
+class Study(NamedTuple):
+    """One of the paper's tables: our labels, its names for them, and its losses."""
+
+    title: str
+    paper: dict[str, tuple[str, float | None]]
+
+
+# The paper's losses are of LM-30M; those of Figure 4 are curves without numbers.
+STUDIES = {
+    "hidden": Study(
+        "hidden size (Table 1a)",
+        {
+            "hidden 4": ("4", 4.128),
+            "base": ("8", 3.812),
+            "hidden 16": ("16", 3.857),
+            "hidden 32": ("32", 3.869),
+        },
+    ),
+    "decay of the RMS": Study(
+        "RMS decay (Table 1b)",
+        {
+            "rms decay 0.9": ("0.9", 3.922),
+            "base": ("0.95", 3.812),
+            "rms decay 0.99": ("0.99", 3.865),
+            "rms decay 0.999": ("0.999", 3.893),
+        },
+    ),
+    "augmentation": Study(
+        "augmentation (Table 1c)",
+        {
+            "augmentation none": ("none", 4.417),
+            "base": ("global", 3.812),
+            "augmentation tensor": ("tensor", None),
+            "augmentation parameter": ("parameter", None),
+        },
+    ),
+    "output norm": Study(
+        "output norm (Table 1d)",
+        {
+            "norm raw": ("never", 3.961),
+            "norm at test": ("at test", 3.992),
+            "base": ("always", 3.812),
+        },
+    ),
+    "form": Study(
+        "form (Table 1e)",
+        {
+            "base": ("d", 3.812),
+            "form d_exp_m": ("d·exp(m)", 3.900),
+            "form d_exp_m_avg": ("d·exp(mean m)", 4.075),
+        },
+    ),
+    "norms": Study(
+        "norms (Table 2)",
+        {
+            "norm raw": ("raw", 3.961),
+            "norm rolling_norm": ("rolling norm", 3.860),
+            "norm rolling_norm_clip": ("rolling norm clip", 3.999),
+            "norm norm_clip": ("norm clip", 4.084),
+            "base": ("norm", 3.812),
+        },
+    ),
+    "harness": Study(
+        "orthogonalization and Adam (Figure 4)",
+        {
+            "base": ("neither", None),
+            "orthogonal at test": ("orthogonal, at test", None),
+            "adam at test": ("Adam, at test", None),
+            "both at test": ("both, at test", None),
+            "orthogonal": ("orthogonal", None),
+            "adam": ("Adam", None),
+            "both": ("both", None),
+        },
+    ),
+}
+SEEDS_OF_BASE = ("base", "base, seed 1", "base, seed 2")  # of the meta-training
+
+
+def main() -> None:
+    """Writes every page and figure."""
+    for path, page in pages().items():
+        path.write_text(page, "utf-8")
+        print(path)
+    for path, figure in figures().items():
+        figure.savefig(path, dpi=DPI)
+        print(path)
+
+
+def pages() -> dict[Path, str]:
+    """Every page with tables of experiments, as it should be."""
+    filled = {}
+    for path, blocks in texts().items():
+        page = path.read_text("utf-8")
+        for name, text in blocks.items():
+            page = fill(page, name, text, path)
+        filled[path] = page
+    return filled
+
+
+def texts() -> dict[Path, dict[str, str]]:
+    """The blocks of each page, where their records are there."""
+    found = {}
+    if widths := read("widths"):
+        found[DOCS / "learning-rate.md"] = {"widths": width_table(widths)}
+    if decay := read("decay"):
+        found[DOCS / "weight-decay.md"] = {
+            f"decay {task}": decay_table(decay.tasks[task]) for task in decay.tasks
+        }
+    if long := read("long"):
+        found[DOCS / "long-runs.md"] = {"long": long_table(long)}
+    if sizes := read("sizes"):
+        found[DOCS / "sizes.md"] = {"sizes": size_table(sizes)}
+    if ablations := read("ablations"):
+        entries = by_label(ablations)
+        found[DOCS / "ablations.md"] = {
+            **{name: study_table(study, entries) for name, study in STUDIES.items()},
+            "chance": chance_of_base(entries),
+        }
+    return found
+
+
+def figures() -> dict[Path, Figure]:
+    """Every figure of experiments, where their records are there."""
+    found = {}
+    if widths := read("widths"):
+        found[FIGURES / "widths.png"] = draw_sizes(widths, list(widths.tasks))
+    if decay := read("decay"):
+        found[FIGURES / "decay.png"] = draw_decays(decay)
+        found[FIGURES / "decay-runs.png"] = draw_settings(decay, "lm-0.8m")
+    if long := read("long"):
+        found[FIGURES / "long.png"] = draw_long(long)
+    if ablations := read("ablations"):
+        found[FIGURES / "ablations.png"] = draw_studies(by_label(ablations))
+    return found
+
+
+def read(name: str) -> Sweep | None:
+    """The packed sweep of that name, if there is one."""
+    path = RECORDS / f"{name}.jsonl"
+    return read_sweep(path) if path.exists() else None
+
+
+def by_label(sweep: Sweep) -> dict[str, Entry]:
+    (entries,) = sweep.tasks.values()
+    return {entry.label: entry for entry in entries}
+
+
+def loss_of(score: float | None) -> str:
+    return "diverged" if score is None else f"{score:.3f}"
+
+
+def bold_lowest(scores: Sequence[float | None]) -> list[str]:
+    """The scores, the lowest in bold."""
+    lowest = min((score for score in scores if score is not None), default=None)
+    return [f"**{loss_of(s)}**" if s is not None and s == lowest else loss_of(s) for s in scores]
+
+
+def width_table(sweep: Sweep) -> str:
+    """The final loss by rate, a row for each optimizer and width."""
+    labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
+    rows, rates = [], []
+    for label in labels:
+        for task, entries in sweep.tasks.items():
+            points = sensitivity(next(entry for entry in entries if entry.label == label))
+            rates = [show_rate(rate) for rate, _ in points]
+            cells = bold_lowest([score for _, score in points])
+            rows.append([LABELS[label], task.rpartition("-")[2], *cells])
+    return markdown(["", "width", *rates], rows)
+
+
+def decay_table(entries: Iterable[Entry]) -> str:
+    """The final loss of each optimizer by weight decay, each at the best of its rates."""
+    rows, decays = [], []
+    for entry in in_order(list(entries)):
+        best = best_by_decay(entry)
+        decays = list(best)
+        cells = bold_lowest([run.score for run in best.values()])
+        at = [show_rate(run.config.learning_rate) for run in best.values()]
+        shown = [f"{cell} ({rate})" for cell, rate in zip(cells, at, strict=True)]
+        rows.append([LABELS[entry.label], *shown])
+    return markdown(["", *(f"{decay:g}" for decay in decays)], rows)
+
+
+def best_by_decay(entry: Entry) -> dict[float, Outcome]:
+    """The run with the lowest loss at each weight decay."""
+    best: dict[float, Outcome] = {}
+    for run in entry.tuning:
+        decay = run.config.weight_decay
+        if decay not in best or loss_or_inf(run) < loss_or_inf(best[decay]):
+            best[decay] = run
+    return dict(sorted(best.items()))
+
+
+def loss_or_inf(run: Outcome) -> float:
+    """The final loss; infinite where the run diverged."""
+    return math.inf if run.score is None else run.score
+
+
+def long_table(sweep: Sweep) -> str:
+    """Loss at the end, the lowest on the way, and update norms early and late, of each run."""
+    rows = []
+    for entries in sweep.tasks.values():
+        for entry in in_order(entries):
+            (run,) = entry.tuning
+            losses = [loss for _, loss in curve(run.rows, "valid", "metrics", "loss")]
+            norms = dict(curve(run.rows, "train", "update_rms", "hidden"))
+            rate = run.config.learning_rate
+            at = [step for step in norms if step >= 1000][:1] + [max(norms)]
+            end = "to zero" if run.config.schedule == "cosine" else "constant"
+            cells = [end, LABELS[entry.label], show_rate(rate), loss_of(run.score)]
+            cells += [f"{min(losses):.3f}", *(f"{norms[step]:.2g}" for step in at)]
+            rows.append(cells)
+    header = ["rate", "optimizer", "highest rate", "final validation loss", "lowest"]
+    return markdown([*header, "update RMS at step 1,000", "at the end"], rows)
+
+
+def size_table(sweep: Sweep) -> str:
+    """The final loss of each optimizer by size, and what a step costs beside AdamW's."""
+    labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
+    rows = []
+    for task, entries in sweep.tasks.items():
+        found = {entry.label: entry for entry in entries}
+        cells = bold_lowest([found[label].best.score for label in labels])
+        rates = [show_rate(found[label].best.config.learning_rate) for label in labels]
+        shown = [f"{cell} ({rate})" for cell, rate in zip(cells, rates, strict=True)]
+        lead = math.log(loss_or_inf(found["celo2"].best) / loss_or_inf(found["muon"].best))
+        rows.append([task.removeprefix("lm-").upper(), *shown, f"{100 * lead:+.1f} %"])
+    return markdown(["parameters", *map(LABELS.__getitem__, labels), "Celo2 to Muon"], rows)
+
+
+def study_table(study: Study, entries: dict[str, Entry]) -> str:
+    """The variants of one of the paper's tables, ours beside its losses."""
+    rows = []
+    scores = bold_lowest([entries[label].best.score for label in study.paper])
+    theirs = bold_lowest([loss for _, loss in study.paper.values()])
+    known = any(loss is not None for _, loss in study.paper.values())
+    for (label, (name, loss)), ours, paper in zip(study.paper.items(), scores, theirs, strict=True):
+        rate = show_rate(entries[label].best.config.learning_rate)
+        rows.append([name, ours, rate, *([paper if loss is not None else "-"] if known else [])])
+    header = [study.title, "final validation loss", "best rate"]
+    return markdown([*header, *(["the paper's, LM-30M"] if known else [])], rows)
+
+
+def chance_of_base(entries: dict[str, Entry]) -> str:
+    """What three seeds of the meta-training say of chance."""
+    scores = [entries[label].best.score for label in SEEDS_OF_BASE if label in entries]
+    return " / ".join(map(loss_of, scores))
+
+
+def draw_decays(sweep: Sweep) -> Figure:
+    """The final loss at the best rate over the weight decay, a panel for each task."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(sweep.tasks), squeeze=False)[0]
+    for panel, (task, entries) in zip(panels, sweep.tasks.items(), strict=True):
+        for entry, color, marker in zip(in_order(entries), COLORS, MARKERS, strict=False):
+            best = best_by_decay(entry)
+            losses = [math.nan if run.score is None else run.score for run in best.values()]
+            label = LABELS[entry.label]
+            panel.plot(range(len(best)), losses, f"{marker}-", color=color, label=label)
+            panel.set_xticks(range(len(best)), [f"{decay:g}" for decay in best])
+        panel.set_title(MODELS[task], fontsize=10)
+        panel.set_xlabel("weight decay")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("final validation loss")
+    panels[-1].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_long(sweep: Sweep) -> Figure:
+    """Training loss and update RMS of every run, a column for each schedule."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    panels = figure.subplots(2, len(sweep.tasks), sharex=True, sharey="row", squeeze=False)
+    for column, entries in enumerate(sweep.tasks.values()):
+        above, below = panels[:, column]
+        for entry, color in zip(in_order(entries), COLORS, strict=False):
+            style = {"color": color, "linewidth": 1.3, "label": NAMES[entry.label]}
+            style["linestyle"] = DASHES.get(entry.label, "-")
+            loss = best_curve(entry, "valid", "metrics", "loss")
+            above.plot(*zip(*loss[1:], strict=True), **style)
+            norm = thin(best_curve(entry, "train", "update_rms", "hidden"))
+            below.plot(*zip(*norm, strict=True), **style)
+        end = "decays to zero" if column == 0 else "stays constant"
+        above.set_title(f"the rate {end}", fontsize=10)
+        below.set_yscale("log")
+        below.set_xlabel("step")
+        for panel in (above, below):
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("validation loss")
+    panels[1, 0].set_ylabel("RMS of updates to hidden matrices")
+    panels[0, -1].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_studies(entries: dict[str, Entry]) -> Figure:
+    """A panel for each of the paper's tables: our losses, and the paper's on an axis of its own."""
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    panels = figure.subplots(2, 4).flatten()
+    panels[-1].set_axis_off()
+    for panel, study in zip(panels, STUDIES.values(), strict=False):
+        names = [name for name, _ in study.paper.values()]
+        places = range(len(names))
+        scores = [entries[label].best.score for label in study.paper]
+        panel.plot(places, [s if s is not None else math.nan for s in scores], f"{MARKERS[0]}-")
+        panel.set_title(study.title, fontsize=9)
+        panel.set_xticks(places, names, rotation=30, ha="right", fontsize=7)
+        panel.tick_params(axis="y", labelsize=7, labelcolor=COLORS[0])
+        panel.grid(alpha=0.3)
+        losses = [loss for _, loss in study.paper.values()]
+        if any(loss is not None for loss in losses):
+            beside = panel.twinx()
+            values = [math.nan if loss is None else loss for loss in losses]
+            beside.plot(places, values, f"{MARKERS[1]}--", color=COLORS[1])
+            beside.tick_params(axis="y", labelsize=7, labelcolor=COLORS[1])
+    handles = [
+        panels[-1].plot([], [], f"{MARKERS[0]}-", color=COLORS[0])[0],
+        panels[-1].plot([], [], f"{MARKERS[1]}--", color=COLORS[1])[0],
+    ]
+    panels[-1].legend(handles, ["ours, 0.85M", "the paper's, LM-30M"], loc="center", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
