@@ -4,8 +4,8 @@
 
 trains AdamW, Muon and Celo2 at four learning rates each, then the best of each with two more seeds:
 18 runs of about three minutes on one core. `--optimizers celo2 --rates 1e-3 --seeds 0` makes one
-run. Only the function in OPTIMIZERS differs. A finished run is a line of OUT; runs that are there
-already are not repeated. docs/nanogpt.md says where the text is; `.xz` files and parts are joined.
+run. Only the function in OPTIMIZERS differs. A finished run is a line of OUT, and is not
+repeated. docs/nanogpt.md says where the text is; several files are joined, also `.xz`.
 """
 
 import argparse
