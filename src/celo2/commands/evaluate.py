@@ -324,7 +324,7 @@ def plot(run: str, out: str | None = None) -> None:
     for tasks that differ in size, and one with intervals where there are several seeds.
 
     Args:
-        run: the folder of the run, or of the sweep's runs.
+        run: the folder of the run, or of the sweep's runs, or one packed file of a sweep.
         out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
     """
     from celo2.evaluate.plots import plot_sweep
