@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 from results import DASHES, DOCS, NAMES, fill, in_order, markdown, show_rate
 
@@ -198,8 +199,20 @@ def width_table(sweep: Sweep) -> str:
             points = sensitivity(next(entry for entry in entries if entry.label == label))
             rates = [show_rate(rate) for rate, _ in points]
             cells = bold_lowest([score for _, score in points])
-            rows.append([LABELS[label], task.rpartition("-")[2], *cells])
-    return markdown(["", "width", *rates], rows)
+            rows.append([LABELS[label], task.rpartition("-")[2], *cells, show_lowest(points)])
+    return markdown(["", "width", *rates, "lowest at"], rows)
+
+
+def show_lowest(points: Sequence[tuple[float, float | None]]) -> str:
+    """The rate where a parabola through the lowest loss and its neighbours is lowest."""
+    rates = np.log([rate for rate, _ in points])
+    losses = np.array([math.inf if loss is None else loss for _, loss in points])
+    best = int(np.argmin(losses))
+    near = slice(best - 1, best + 2)
+    if not 0 < best < len(points) - 1 or not np.isfinite(losses[near]).all():
+        return f"{show_rate(points[best][0])}, the {'lowest' if best == 0 else 'highest'} tried"
+    square, slope, _ = np.polyfit(rates[near], losses[near], 2)
+    return show_rate(float(f"{math.exp(-slope / (2 * square)):.1e}"))
 
 
 def decay_table(entries: Iterable[Entry]) -> str:
