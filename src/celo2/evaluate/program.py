@@ -116,9 +116,11 @@ def set_up(
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
-    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem, mesh)
-    arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
-    given = batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
+    if isinstance(arrays, Stream):
+        given, chained = batch_shapes(arrays, mesh), False
+    else:
+        arrays = given = place_arrays(arrays, mesh)
+        chained = not _is_slow_in_loops(problem, _platform_of(given))
     abstract = jax.eval_shape(lambda key: trainer(given).init(key), jax.random.key(0))
     if mesh is not None:
         specs = parameter_specs(abstract.params, mesh)
@@ -141,8 +143,8 @@ def set_up(
 
 def place_weights(rule: Rule | None, mesh: Mesh | None) -> dict[str, Array]:
     """The rule's arrays on every device."""
-    arrays = {} if rule is None else {k: np.asarray(w, np.float32) for k, w in rule.weights.items()}
-    return jax.tree.map(jnp.asarray, arrays) if mesh is None else place_arrays(arrays, mesh)
+    weights = {} if rule is None else rule.weights
+    return place_arrays({name: np.asarray(w, np.float32) for name, w in weights.items()}, mesh)
 
 
 def check_metric(setup: Setup, valid: Iterable[str]) -> None:
@@ -225,9 +227,14 @@ def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
     }
 
 
-def _is_slow_in_loops(problem: Any, mesh: Mesh | None) -> bool:
+def _platform_of(arrays: Any) -> str:
+    """The platform that holds the arrays; without any, the one where JAX makes new ones."""
+    first = (jax.tree.leaves(arrays) or [jnp.zeros(())])[0]
+    return next(iter(first.sharding.device_set)).platform
+
+
+def _is_slow_in_loops(problem: Any, platform: str) -> bool:
     """Whether the loss has convolutions, on a CPU: XLA makes them 17 times as slow in a loop."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform != "cpu" or not isinstance(problem, Task):
         return False
     params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -340,8 +347,7 @@ class RunProgram(NamedTuple):
             for step in range(first, last):
                 carry = self.advance_compiled(batches.at(step), *fixed, carry)
                 # Many collectives in a queue may block each other on CPU devices.
-                devices = carry.finite.sharding.device_set
-                if next(iter(devices)).platform == "cpu" and not carry.finite:
+                if _platform_of(carry.finite) == "cpu" and not carry.finite:
                     break
         step = int(carry.step)
         results = jax.device_get((carry.totals, carry.state.optimizer.norms))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -55,17 +56,17 @@ def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def place_arrays(data: Any, mesh: Mesh | None) -> Any:
-    """A task's arrays on every device."""
-    if mesh is None or data is None:
-        return data
-    return jax.device_put(jax.tree.map(np.asarray, data), NamedSharding(mesh, P()))
+def place_arrays(arrays: Any, mesh: Mesh | None) -> Any:
+    """A task's or a rule's arrays on every device."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, arrays)
+    return jax.device_put(jax.tree.map(np.asarray, arrays), NamedSharding(mesh, P()))
 
 
 def place_batch(rows: Any, example: Any, mesh: Mesh | None) -> Any:
     """The batch on the devices, of which `rows` are those of this process."""
     if mesh is None:
-        return jax.tree.map(jax.numpy.asarray, rows)
+        return jax.tree.map(jnp.asarray, rows)
     sharding = NamedSharding(mesh, P(DATA))
 
     def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
