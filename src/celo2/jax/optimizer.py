@@ -37,6 +37,7 @@ from celo2.jax.moments import (
 )
 from celo2.jax.update import (
     Kernel,
+    Weights,
     finish_update,
     learned_update,
     overshoot_of,
@@ -156,77 +157,32 @@ def _rule_on_views(
     _check_floating(momentum_dtype=momentum_dtype, newton_schulz_dtype=newton_schulz_dtype)
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
-
-    def init(views: list[MatrixView], params: optax.Params) -> Celo2State:
-        remaining = iter(views)
-
-        def init_leaf(param: Array) -> Moments:
-            # Zeros, since the parameter may be a shape only.
-            view, zeros = next(remaining), jnp.zeros_like(param, jnp.float32)
-            viewed = to_view(zeros, view)
-            moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
-            # From the stored tensor: folding a sharded axis can lose its sharding.
-            return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
-
-        moments = jax.tree.map(init_leaf, params)
-        trees = as_trees(Moments, moments, len(config.momentum_decays))
-        return Celo2State(jnp.zeros([], jnp.int32), *trees)
-
+    init = functools.partial(_init_state, config, momentum_dtype)
+    update_group = functools.partial(_update_group, weights, config, kernel, newton_schulz_dtype)
     # The moments are computed tensor by tensor, in place of the old: XLA compiles equal kernels
     # only once, and a loop would have to carry them out. One trace for each shape, by jit.
-    take_in = jax.jit(
+    jitted_update_moments = jax.jit(
         functools.partial(
             update_moments, config, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
         ),
         static_argnums=0,
     )
 
-    def inputs_of(tensor: tuple[Array, Array, Moments, Array]) -> tuple[Array, Array, Moments]:
-        # What does not move has a gradient of zeros, or one that is not finite.
-        param, grad, moments, moving = tensor
-        return param, jnp.where(moving, clip_gradient(grad), 0.0), moments
-
-    precision = {"newton_schulz_dtype": newton_schulz_dtype}
-
-    def update_tensor(axes: Axes, tensor: Any) -> tuple[Array, Array]:
-        inputs = inputs_of(tensor)
-        found = tensor_update(weights, config, axes, *inputs, kernel=kernel, **precision)
-        return _if_moving(tensor[-1], *found, inputs[-1].running_rms)
-
-    def update_group(axes: Axes, tensors: list[Any]) -> list[tuple[Array, Array]]:
-        if tensors[0][0].size == 0:  # nothing to move, and nothing to take a mean of
-            return [(grad, moments.running_rms) for _, grad, moments, _ in tensors]
-        mesh = mesh_of(tensors)
-        orthogonalize = config.orthogonalize and axes.matrix
-        if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
-            return for_each(functools.partial(update_tensor, axes), tensors)
-
-        # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
-        def learn(tensor: Any) -> Array:
-            return learned_update(weights, config, axes, *inputs_of(tensor), kernel=kernel)
-
-        def finish(update: Array, overshoot: Any, mean: Array, moves: Array, moving: Array):
-            found = finish_update(config, axes, update, overshoot, mean, moves, **precision)
-            return _if_moving(moving, *found, mean)
-
-        rest = [(overshoot_of(config, m), m.running_rms, m.moves, move) for *_, m, move in tensors]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
-        return unstack(redistributed(finish, mesh)(loop(learn, tensors), *stacked), len(tensors))
-
     def update(views: list[MatrixView], updates, state, params: Any = None):
         check_same_tree(updates, params)
         grads, treedef = jax.tree.flatten(updates)
-        memory = _unpack(state, params, len(config.momentum_decays))
+        old_moments = _unpack_state(state, params, len(config.momentum_decays))
         jobs, stored = [], []
         for grad, param, view, old in zip(
-            grads, jax.tree.leaves(params), views, memory, strict=True
+            grads, jax.tree.leaves(params), views, old_moments, strict=True
         ):
             shape = grad.shape
             param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
-            new, moving = take_in(axes, grad, map_large(lambda x, view=view: to_view(x, view), old))
-            jobs.append((axes, (param, grad, new, moving)))
+            old = map_large(lambda x, view=view: to_view(x, view), old)
+            new, moving = jitted_update_moments(axes, grad, old)
+            jobs.append((axes, _Tensor(param, grad, new, moving)))
             stored.append(map_large(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
         roles = [re.sub(r"\d+", "", path) for path in leaf_paths(params)]
@@ -251,6 +207,80 @@ def _rule_on_views(
     return on_views
 
 
+class _Tensor(NamedTuple):
+    """One tensor of an update, in its matrix view and float32."""
+
+    param: Array
+    grad: Array
+    moments: Moments  # this gradient included
+    moving: Array  # which slices move
+
+
+def _init_state(
+    config: RuleConfig, momentum_dtype: Any, views: list[MatrixView], params: optax.Params
+) -> Celo2State:
+    """The state before the first update."""
+
+    def init_leaf(param: Array, view: MatrixView) -> Moments:
+        # Zeros, since the parameter may be a shape only.
+        zeros = jnp.zeros_like(param, jnp.float32)
+        viewed = to_view(zeros, view)
+        moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
+        # From the stored tensor: folding a sharded axis can lose its sharding.
+        return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
+
+    leaves, treedef = jax.tree.flatten(params)
+    moments = treedef.unflatten(map(init_leaf, leaves, views))
+    return Celo2State(
+        jnp.zeros([], jnp.int32), *as_trees(Moments, moments, len(config.momentum_decays))
+    )
+
+
+def _update_group(
+    weights: Weights,
+    config: RuleConfig,
+    kernel: Kernel,
+    newton_schulz_dtype: Any,
+    axes: Axes,
+    tensors: list[_Tensor],
+) -> list[tuple[Array, Array]]:
+    """The update and the new `running_rms` of each tensor of a group, see `for_each_group`."""
+    if tensors[0].grad.size == 0:  # nothing to move, and nothing to take a mean of
+        return [(tensor.grad, tensor.moments.running_rms) for tensor in tensors]
+
+    def inputs_of(tensor: _Tensor) -> tuple[Array, Array, Moments]:
+        # What does not move has a gradient of zeros, or one that is not finite.
+        grad = jnp.where(tensor.moving, clip_gradient(tensor.grad), 0.0)
+        return tensor.param, grad, tensor.moments
+
+    precision = {"newton_schulz_dtype": newton_schulz_dtype}
+
+    def update_tensor(tensor: _Tensor) -> tuple[Array, Array]:
+        inputs = inputs_of(tensor)
+        result = tensor_update(weights, config, axes, *inputs, kernel=kernel, **precision)
+        return _if_moving(tensor.moving, *result, tensor.moments.running_rms)
+
+    mesh = mesh_of(tensors)
+    orthogonalize = config.orthogonalize and axes.matrix
+    if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
+        return for_each(update_tensor, tensors)
+
+    # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
+    def learn(tensor: _Tensor) -> Array:
+        return learned_update(weights, config, axes, *inputs_of(tensor), kernel=kernel)
+
+    def finish(update: Array, overshoot: Any, mean: Array, moves: Array, moving: Array):
+        result = finish_update(config, axes, update, overshoot, mean, moves, **precision)
+        return _if_moving(moving, *result, mean)
+
+    rest = [
+        (overshoot_of(config, t.moments), t.moments.running_rms, t.moments.moves, t.moving)
+        for t in tensors
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
+    return unstack(redistributed(finish, mesh)(loop(learn, tensors), *stacked), len(tensors))
+
+
 def _if_moving(
     moving: Array, update: Array, running_rms: Array, old_running_rms: Array
 ) -> tuple[Array, Array]:
@@ -272,7 +302,7 @@ def _check_params(params: optax.Params | None) -> None:
         )
 
 
-def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
+def _unpack_state(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
     """The state of each leaf, after checking that it belongs to these parameters."""
     check_same_tree(state.rms, params, "optimizer state")
     if len(state.momentum) != decays:
