@@ -157,7 +157,8 @@ def _steered(
     def init(params: optax.Params) -> LstmState:
         check_leaves(params)
         _check_filled(params)
-        tensors = len(jax.tree.leaves(params)) if optimizer == "velo" else 1
+        leaves, treedef = jax.tree.flatten(params)
+        tensors = len(leaves) if optimizer == "velo" else 1
         hidden, cell = (
             jnp.repeat(weights[name], tensors, 0) for name in ("lstm.hidden", "lstm.cell")
         )
@@ -167,7 +168,9 @@ def _steered(
             jnp.full(LOSS_MEANS, NO_MINIMUM, jnp.float32),
             hidden,
             cell,
-            *as_trees(Accumulators, jax.tree.map(_init_tensor, params), len(MLP.momentum_decays)),
+            *as_trees(
+                Accumulators, treedef, list(map(_init_tensor, leaves)), len(MLP.momentum_decays)
+            ),
         )
 
     def update(updates, state, params=None, *, value=None, **extra_args):
@@ -204,7 +207,7 @@ def _steered(
             -from_view(step, tensor.view, tensor.stored).astype(grad.dtype)
             for step, tensor, grad in zip(steps, tensors, grads, strict=True)
         ]
-        trees = as_trees(Accumulators, treedef.unflatten(stored), len(MLP.momentum_decays))
+        trees = as_trees(Accumulators, treedef, stored, len(MLP.momentum_decays))
         count = jnp.asarray(optax.safe_increment(state.count))
         return treedef.unflatten(moves), LstmState(count, means, minima, hidden, cell, *trees)
 

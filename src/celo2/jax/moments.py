@@ -120,19 +120,19 @@ def map_large(function: Callable[[Array], Array], moments: Kept) -> Kept:
     )
 
 
-def as_trees(kind: type[Kept], moments: Any, decays: int) -> tuple[Any, ...]:
-    """A tree of moments as one tree for each of its arrays; of momenta one for each decay."""
-
-    def pick(get: Callable[[Kept], Array]) -> Any:
-        return jax.tree.map(get, moments, is_leaf=lambda x: isinstance(x, kind))
-
-    momentum = tuple(pick(lambda m, i=i: m.momentum[i]) for i in range(decays))
-    fields = kind._fields[1:]
-    return momentum, *(pick(lambda m, name=name: getattr(m, name)) for name in fields)
+def as_trees(
+    kind: type[Kept], treedef: Any, leaves: Sequence[Kept], decays: int
+) -> tuple[Any, ...]:
+    """One tree for each field of the leaves' moments; for `momentum`, one tree per decay."""
+    momentum = tuple(treedef.unflatten(leaf.momentum[i] for leaf in leaves) for i in range(decays))
+    rest = (
+        treedef.unflatten(getattr(leaf, field) for leaf in leaves) for field in kind._fields[1:]
+    )
+    return momentum, *rest
 
 
 def as_leaves(kind: type[Kept], trees: Sequence[Any]) -> list[Kept]:
-    """The moments of each leaf, from what `as_trees` gives."""
+    """The moments of each leaf: the inverse of `as_trees`."""
     momentum = list(zip(*map(jax.tree.leaves, trees[0]), strict=True))
     rest = map(jax.tree.leaves, trees[1:])
     return [kind(*leaf) for leaf in zip(momentum, *rest, strict=True)]

@@ -196,7 +196,7 @@ def _rule_on_views(
             for moments, (_, running_rms) in zip(stored, results, strict=True)
         ]
         count = jnp.asarray(optax.safe_increment(state.count))
-        trees = as_trees(Moments, treedef.unflatten(stored), len(config.momentum_decays))
+        trees = as_trees(Moments, treedef, stored, len(config.momentum_decays))
         return treedef.unflatten(steps), Celo2State(count, *trees)
 
     def on_views(views: list[MatrixView]) -> optax.GradientTransformation:
@@ -230,10 +230,9 @@ def _init_state(
         return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
 
     leaves, treedef = jax.tree.flatten(params)
-    moments = treedef.unflatten(map(init_leaf, leaves, views))
-    return Celo2State(
-        jnp.zeros([], jnp.int32), *as_trees(Moments, moments, len(config.momentum_decays))
-    )
+    moments = list(map(init_leaf, leaves, views))
+    trees = as_trees(Moments, treedef, moments, len(config.momentum_decays))
+    return Celo2State(jnp.zeros([], jnp.int32), *trees)
 
 
 def _update_group(
