@@ -311,15 +311,15 @@ def _json_object(text: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} holds {constant}, which is not JSON.")
 
     value = json.loads(
-        text, object_pairs_hook=lambda pairs: unique(pairs, what), parse_constant=refuse
+        text, object_pairs_hook=lambda pairs: dict_of_unique(pairs, what), parse_constant=refuse
     )
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a JSON object.")
     return value
 
 
-def unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
-    """The pairs as a dict; a ValueError where a key stands twice."""
+def dict_of_unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    """The pairs as a dict. Raises a ValueError if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError(f"{what} names something twice.")

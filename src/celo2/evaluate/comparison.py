@@ -88,6 +88,11 @@ class Entry(NamedTuple):
         return list({run.name: run for run in (*self.tuning, *self.seeds)}.values())
 
     @property
+    def scores(self) -> list[float]:
+        """The scores of the seeds that have one."""
+        return [run.score for run in self.seeds if run.score is not None]
+
+    @property
     def lost(self) -> int:
         """Seeds of the best setting that diverged, and so have no score."""
         return sum(run.state == "diverged" for run in self.seeds)
@@ -297,12 +302,9 @@ def interquartile_mean(scores: np.ndarray) -> np.ndarray:
     return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
 
 
-def mean(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    return scores.mean(-1)
-
-
-def bootstrap(strata: Sequence[Sequence[float]], statistic: Statistic = mean) -> Interval:
+def bootstrap(
+    strata: Sequence[Sequence[float]], statistic: Statistic = lambda scores: scores.mean(-1)
+) -> Interval:
     """A statistic over the scores of all strata, with its percentile interval.
 
     A stratum is a task; its seeds are drawn again among themselves, as rliable does (Agarwal et
@@ -318,7 +320,7 @@ def bootstrap(strata: Sequence[Sequence[float]], statistic: Statistic = mean) ->
 
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:
     """AdamW's entry, if it has a score."""
-    scored = [entry for entry in entries if score_range(entry.seeds)]
+    scored = [entry for entry in entries if entry.scores]
     named = [entry for entry in scored if entry.label == BASELINE]
     return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
 
@@ -442,8 +444,8 @@ def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
             lambda cost: f"{cost / base:.2f}×" if cost and base else NONE,
         ),
         "compile s": ("compile_seconds", lambda cost: f"{cost:.1f}"),
-        "state": ("state_bytes", _size),
-        "step memory": ("temporary_bytes", _size),
+        "state": ("state_bytes", _format_bytes),
+        "step memory": ("temporary_bytes", _format_bytes),
     }
     rows = [["optimizer", *columns]]
     for entry in entries:
@@ -482,8 +484,8 @@ def _score_row(entry: Entry, baseline: Entry | None) -> list[str]:
     ]
 
 
-def _size(value: float) -> str:
-    """Bytes in the unit that fits."""
+def _format_bytes(value: float) -> str:
+    """A number of bytes in the unit that fits."""
     for unit in ("B", "kB", "MB"):
         if value < 1000:
             return f"{value:.3g} {unit}"
@@ -528,7 +530,7 @@ def _caveats_of(entry: Entry) -> list[str]:
         found.append("one learning rate only; it was not tuned.")
     if best.score is None:
         found.append("no setting has a score.")
-    elif sum(run.score is not None for run in entry.seeds) == 1:
+    elif len(entry.scores) == 1:
         found.append("a single seed; its variance is unknown.")
     if entry.lost:
         found.append(f"{entry.lost} of {len(entry.seeds)} seeds diverged at the best rate.")

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from celo2.evaluate.comparison import (
-    Entry,
     Interval,
     Point,
     Sweep,
@@ -78,7 +77,7 @@ def _figures(sweep: Sweep) -> Iterator[tuple[str, Figure]]:
     for tasks in sizes_of(sweep):
         start = os.path.commonprefix(tasks).rstrip("-.0123456789")
         yield f"{start}_sizes", draw_sizes(sweep, tasks)
-    if any(len(_scores(entry)) >= SEEDS for entries in sweep.tasks.values() for entry in entries):
+    if any(len(entry.scores) >= SEEDS for entries in sweep.tasks.values() for entry in entries):
         yield "intervals", draw_intervals(sweep)
 
 
@@ -275,7 +274,7 @@ def draw_intervals(sweep: Sweep) -> Figure:
     """
     panels_of = {
         f"{task}, {metric_of(entries[0])[0]}": {
-            entry.label: bootstrap([_scores(entry)]) for entry in entries if _scores(entry)
+            entry.label: bootstrap([entry.scores]) for entry in entries if entry.scores
         }
         for task, entries in sweep.tasks.items()
     }
@@ -302,17 +301,13 @@ def _aggregate(sweep: Sweep) -> dict[str, Interval]:
         baseline = baseline_of(entries)
         if baseline is None:
             return {}
-        unit = float(np.mean(_scores(baseline)))
+        unit = float(np.mean(baseline.scores))
         for entry in entries:
-            strata.setdefault(entry.label, []).append([x / unit for x in _scores(entry)])
+            strata.setdefault(entry.label, []).append([x / unit for x in entry.scores])
     enough = all(len(seeds) >= SEEDS for found in strata.values() for seeds in found)
     if len(sweep.tasks) < 2 or not enough or len({len(found) for found in strata.values()}) > 1:
         return {}
     return {label: bootstrap(found, interquartile_mean) for label, found in strata.items()}
-
-
-def _scores(entry: Entry) -> list[float]:
-    return [run.score for run in entry.seeds if run.score is not None]
 
 
 FIGURES: dict[str, Draw] = {

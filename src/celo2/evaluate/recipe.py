@@ -177,7 +177,8 @@ def parse_recipe(content: Mapping[str, Any], name: str, out: str | Path | None =
                 raise ValueError(f"{where}: {error}") from error
     texts = {key: str(content[key]).strip() for key in TEXTS if key in content}
     finals = _seeds(content, "final_seeds")
-    return Recipe(name, unique(runs), finals, texts, unique(rules.values()))
+    unique_runs = tuple(dict.fromkeys(runs))
+    return Recipe(name, unique_runs, finals, texts, tuple(dict.fromkeys(rules.values())))
 
 
 def _trained_rules(content: Mapping[str, Any], folder: Path) -> dict[str, TrainedRule]:
@@ -218,11 +219,6 @@ def _name(first: str, changes: Mapping[str, tuple[Any, Any]]) -> str:
     parts = [f"{name.rpartition('.')[2]}-{value}" for name, (value, _) in changes.items()]
     name = "_".join([first, *(re.sub(r"[^\w.]+", "-", part).strip("-") for part in parts)])
     return name if len(name) <= NAME_LENGTH else f"{first}_{digest_json(changes)[:8]}"
-
-
-def unique(found: Iterable[Any]) -> tuple:
-    """Each once, in their order."""
-    return tuple(dict.fromkeys(found))
 
 
 def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
