@@ -1,7 +1,7 @@
 """The rule as an Optax transformation, and the optimizers made of it.
 
-`scale_by_celo2` is the rule alone. `celo2` and `celo2_base` are what people use: the rule on some
-tensors, AdamW on the others. Below them, what they need of parameter trees.
+`scale_by_celo2` is the rule alone. `celo2` and `celo2_base` are complete optimizers: the rule on
+some tensors, AdamW on the others. Helpers for parameter trees follow at the end.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Celo2State(NamedTuple):
     cols: optax.Params
     running_rms: optax.Params  # mean RMS of the updates so far, for the rolling norms
     moves: optax.Params  # steps in which each matrix moved
-    skipped: optax.Params  # steps each matrix sat out because its gradient was not finite
+    skipped: optax.Params  # steps in which each matrix was skipped: its gradient was not finite
 
 
 def scale_by_celo2(
@@ -96,13 +96,13 @@ def scale_by_celo2(
     Args:
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         overrides: regex on a parameter's path → MatrixView or Muon's dimension numbers.
-        published: follow the authors' code to the letter: the last two axes are the matrix,
-            non-finite gradients go in, tensors without gradients drift.
-        skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
-            finite, and count it in the state's `skipped`. Default: not `published`.
-        hold_unused: keep a matrix still until its first non-zero gradient. Default: not
+        published: follow the authors' code exactly: the last two axes are the matrix, non-finite
+            gradients are used, tensors without gradients drift.
+        skip_nonfinite: skip a matrix and its statistics in a step whose gradient is not finite,
+            and count that in the state's `skipped`. Default: not `published`.
+        hold_unused: do not move a matrix before its first non-zero gradient. Default: not
             `published`.
-        momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
+        momentum_dtype: of the stored momenta; bfloat16 makes the state 10 bytes per parameter
             instead of 16.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         kernel: how the MLP is computed: in one "fused" loop over the tensor, or by "products" of
@@ -248,7 +248,7 @@ def _update_group(
         return [(tensor.grad, tensor.moments.running_rms) for tensor in tensors]
 
     def inputs_of(tensor: _Tensor) -> tuple[Array, Array, Moments]:
-        # What does not move has a gradient of zeros, or one that is not finite.
+        # A slice that does not move has a gradient of zeros, or one that is not finite.
         grad = jnp.where(tensor.moving, clip_gradient(tensor.grad), 0.0)
         return tensor.param, grad, tensor.moments
 
@@ -283,12 +283,12 @@ def _update_group(
 def _if_moving(
     moving: Array, update: Array, running_rms: Array, old_running_rms: Array
 ) -> tuple[Array, Array]:
-    """What holds still has an update of zeros and keeps its `running_rms`."""
+    """Slices that do not move have an update of zeros and keep their `running_rms`."""
     return jnp.where(moving, update, 0.0), jnp.where(moving, running_rms, old_running_rms)
 
 
 def _check_floating(**dtypes: Any) -> None:
-    """Raises a ValueError for a dtype in which neither momenta nor products can be kept."""
+    """Raises a ValueError for a dtype that is not floating point."""
     for name, dtype in dtypes.items():
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
@@ -364,15 +364,15 @@ def celo2(
         adam_learning_rate: AdamW's rate or schedule; 5 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
-            False is the paper's.
+            the paper has False.
         adam: a transformation to use in place of `optax.scale_by_adam` with these settings. It
             gets parameters and gradients in float32 as that does, the gradients within ±1e18.
         adam_mask: a tree of booleans, True where AdamW updates, or a function of the params
-            that returns one. Decides alone who updates what.
+            that returns one. If given, it alone decides who updates what.
         overrides: regex on a parameter's path → "rule", "adam", a MatrixView or Muon's
             dimension numbers; the first that matches counts.
-        skip_nonfinite: what `scale_by_celo2` says of the rule; AdamW takes elements of a gradient
-            that are not finite for zeros. `celo2.jax.skipped(state)` counts both.
+        skip_nonfinite: for the rule, see `scale_by_celo2`; for AdamW, treat elements of a gradient
+            that are not finite as zeros. `celo2.jax.skipped(state)` counts both.
         published, hold_unused, momentum_dtype, newton_schulz_dtype, kernel: see `scale_by_celo2`.
 
     Example:
@@ -478,7 +478,7 @@ def scale_rate(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
 
 
 class AdamState(NamedTuple):
-    """The state of AdamW's share: that of the transformation, and a count for each tensor."""
+    """The state of AdamW's branch: that of the transformation, and a count for each tensor."""
 
     inner: optax.OptState
     nonfinite: optax.Params  # steps whose gradient had elements that are not finite
@@ -487,9 +487,9 @@ class AdamState(NamedTuple):
 def _guarded(
     tx: optax.GradientTransformation, skip_nonfinite: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` in float32, on gradients whose squares do not overflow.
+    """`tx` in float32, on gradients clipped so that their squares do not overflow.
 
-    Elements that are not finite are zeros to it, and steps with any are counted.
+    With `skip_nonfinite`, elements that are not finite become zeros, and such steps are counted.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -525,14 +525,14 @@ def _to_float32(x: Any) -> Any:
 
 
 class Skipped(NamedTuple):
-    """Numbers of gradients that were not finite, of all tensors and steps so far."""
+    """Numbers of gradients that were not finite, over all tensors and steps so far."""
 
-    rule: Array  # matrices the rule left alone for a step
-    adam: Array  # tensors of which AdamW took some elements for zeros in a step
+    rule: Array  # matrices that the rule skipped
+    adam: Array  # tensors of which AdamW treated some elements as zeros
 
 
 def skipped(state: optax.OptState) -> Skipped:
-    """How many gradients with elements that are not finite a state has seen.
+    """The number of gradients so far with elements that are not finite.
 
     Args:
         state: of `celo2`, `celo2_base` or `scale_by_celo2`, by itself or within the state of
@@ -607,7 +607,7 @@ def leaf_paths(tree) -> list[str]:
 
 
 def _unboxed(path: tuple) -> tuple:
-    """The path without the box that flax puts around an array: `kernel` for `kernel.value`."""
+    """The path without flax's box around an array: `kernel` for `kernel.value`."""
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
     return path[:-1] if boxed else path
 
