@@ -20,7 +20,7 @@ import safetensors.numpy
 
 from celo2 import velo
 from celo2.rule import CELO2, FEATURES, Rule, RuleConfig, check_shapes, feature_rows
-from celo2.rulefile import float32, import_extra, printable, read_file, unique
+from celo2.rulefile import dict_of_unique, float32, import_extra, printable, read_file
 
 BLOCKS = tuple(f"w0__{i}" for i in range(len(FEATURES)))  # the rows of w0, feature by feature
 
@@ -70,7 +70,7 @@ def _unpack(data: bytes) -> Any:
     limits = {"max_map_len": 256, "max_array_len": 256, "max_str_len": 256}
     return msgpack.unpackb(
         data,
-        object_pairs_hook=lambda pairs: unique(pairs, "the tree"),
+        object_pairs_hook=lambda pairs: dict_of_unique(pairs, "the tree"),
         ext_hook=lambda code, packed: _array(code, msgpack.unpackb(packed, **limits)),
         **limits,
     )

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from celo2.rule import REFERENCE_WIDTH, RuleConfig
 
 Updater = Literal["rule", "adam"]
-Scale = Literal["rms", "spectral"]  # what matrices of all sizes have alike in their updates
+Scale = Literal["rms", "spectral"]  # which size of an update is equal for all matrices
 Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
 
 EMBEDDING = re.compile(
@@ -71,7 +71,7 @@ class Axes(NamedTuple):
     matrix: bool  # False for scalars and vectors, whose second moments are not factored
     rows: tuple[int, ...]  # what row moments are averaged over: the largest axis
     cols: tuple[int, ...]  # what column moments are averaged over: the second largest axis
-    slice: tuple[int, ...]  # what is skipped, or holds still, as a whole
+    slice: tuple[int, ...]  # of what is skipped, or not moved, as a whole
 
 
 def vector_view(ndim: int) -> MatrixView:
@@ -87,7 +87,7 @@ def published_view(ndim: int) -> MatrixView:
 
 
 def default_view(ndim: int) -> MatrixView:
-    """The view of a JAX kernel (…, in, out) of which nothing is known but its rank.
+    """The view of a JAX kernel (…, in, out) by its rank alone.
 
     Two axes are a matrix, three a batch of matrices, four or more a convolution kernel whose
     taps and input channels are folded into one input axis.
@@ -145,7 +145,7 @@ def scale_factor(scale: Scale, view: MatrixView, stored: tuple[int, ...]) -> flo
 
 
 class Route(NamedTuple):
-    """One tensor's way: who updates it, why, and how it is seen as a matrix."""
+    """Who updates a tensor, why, and how it is viewed as a matrix."""
 
     updater: Updater
     reason: str
@@ -180,7 +180,7 @@ def is_broadcast_vector(shape: tuple[int, ...]) -> bool:
 def find_override(
     path: str, ndim: int, view: MatrixView, overrides: Overrides | None
 ) -> Route | None:
-    """The route that the first matching override asks for; `view` is the default one."""
+    """The route of the first override that matches, None without; `view` is the default view."""
     for pattern, choice in (overrides or {}).items():
         if re.search(pattern, path):
             if choice in ("rule", "adam"):
@@ -266,7 +266,7 @@ def check_overrides(overrides: Overrides | None, paths: list[str]) -> None:
 def default_updater(
     path: str, shape: tuple[int, ...], view: MatrixView, config: RuleConfig, published: bool
 ) -> tuple[Updater, str]:
-    """Who updates a tensor unless somebody asks otherwise, and why."""
+    """Who updates a tensor by default, and why."""
     size = math.prod(shape)
     if size == 0:
         return "adam", "empty"

@@ -53,7 +53,7 @@ FEATURES = (
 
 OUTPUTS = 3  # direction, magnitude, and one channel the paper's rule leaves unused
 
-# Numbers of the published algorithm that no config changes; JAX and Torch share them.
+# Constants of the published algorithm that no config changes, shared by JAX and Torch.
 
 # Moments.
 GRADIENT_LIMIT = 1000.0
@@ -76,12 +76,12 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPSILON = 1e-8
 OVERSHOOT_STEP = 2  # the iterate that an overshoot subtracts a part of
 
-# AdamW's share: ours.
-ADAM_MULTIPLIER = 5.0  # its rate in learning rates: as large beside the rule as beside Muon
+# AdamW's branch: ours, not the paper's.
+# Its rate as a multiple of the learning rate: the ratio that Muon has with updates of RMS 0.2.
+ADAM_MULTIPLIER = 5.0
 ADAM_GRADIENT_LIMIT = 1e18  # squares of larger gradients would overflow in float32
 
-# The rule's share with scale="spectral": the inputs of a matrix that moves as with "rms".
-REFERENCE_WIDTH = 128
+REFERENCE_WIDTH = 128  # inputs of a matrix whose updates are the same with either `scale`
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def feature_count(config: RuleConfig, *, vector: bool = False) -> int:
 
 
 def feature_rows(config: RuleConfig) -> dict[str, slice]:
-    """The rows of the first layer that belong to each feature."""
+    """The rows of the first layer for each feature."""
     rows, start = {}, 0
     for feature in FEATURES:
         stop = start + feature_width(config, feature)
@@ -240,7 +240,7 @@ def match_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     hint: str,
 ) -> None:
-    """Raises a ValueError that says how `shapes` differs from what is expected of `what`."""
+    """Raises a ValueError that says how `shapes` differs from the shapes expected of `what`."""
     missing = sorted(expected.keys() - shapes.keys())
     unknown = sorted(shapes.keys() - expected.keys())
     if missing or unknown:
@@ -266,8 +266,8 @@ def _nesterov(gradient: str, momentum: str, columns: int = 1, scale: float = 1.0
     return {gradient: middle, momentum: [scale * c for c in _NESTEROV_MOMENTA]}
 
 
-# Directions that are known to be good. Coefficients are of features divided by their RMS; a list
-# shorter than a feature's columns leaves the rest at zero.
+# Update directions that are known to work. Coefficients are for features divided by their RMS; a
+# list shorter than a feature's columns leaves the rest at zero.
 STARTS: dict[str, Mix] = {
     "momentum": {"momentum": [1.0]},
     "momentum_over_rms": {"momentum_over_rms": [1.0]},
@@ -326,8 +326,10 @@ def mix_column(config: RuleConfig, mix: Mix) -> np.ndarray:
 
 
 def _carry(config: RuleConfig, weights: dict[str, np.ndarray], column: np.ndarray) -> None:
-    """Makes a linear mix of features the MLP's direction: two units of each layer hold its
-    positive part and its negative part, the others are there to learn and count for nothing yet.
+    """Makes a linear mix of features the MLP's direction.
+
+    Two units of each layer carry its positive and its negative part; the others have no effect
+    until they are trained.
     """
     if min(config.hidden) < 2:
         raise ValueError(f"hidden={config.hidden} must be 2 or wider to carry a feature through.")
@@ -341,11 +343,11 @@ def _carry(config: RuleConfig, weights: dict[str, np.ndarray], column: np.ndarra
 
 
 def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The nearest weights whose MLP mirrors its direction where gradients and parameters are.
+    """The nearest weights whose direction is an odd function of gradients and parameters.
 
-    Reflecting coordinates of a problem then reflects its solution, as with Adam or Muon, and where
-    nothing but zero gradients were seen no bias moves a parameter. Units go in pairs that exchange
-    their values in the mirror. Arrays may be numpy's or JAX's.
+    Reflecting coordinates of a problem then reflects its solution, as with Adam or Muon, and with
+    only zero gradients no bias moves a parameter. Hidden units are tied in pairs that exchange
+    their values when the inputs change sign. Arrays may be NumPy's or JAX's.
     """
     check_pairs(config)
     signs = np.where(odd_features(config), -1.0, 1.0).astype(np.float32)
@@ -368,10 +370,10 @@ def make_odd(config: RuleConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_idle_units(rule: Rule) -> Rule:
-    """The same updates from a smaller MLP.
+    """A rule with the same updates and the smallest MLP.
 
-    Hidden units that no output of the rule's form depends on are left out, and so are layers that
-    pass their inputs on: a ReLU of a ReLU changes nothing.
+    Hidden units on which no output of the rule's form depends are removed, and so are layers that
+    are the identity: a second ReLU changes nothing.
     """
     weights = {name: np.asarray(weight, np.float32) for name, weight in rule.weights.items()}
     layers = [(weights[f"w{i}"], weights[f"b{i}"]) for i in range(len(rule.config.hidden) + 1)]
@@ -383,7 +385,7 @@ def without_idle_units(rule: Rule) -> Rule:
         layers[i] = layers[i][0][:, used], layers[i][1][used]
         reads = layers[i][0]
     first, *middle, last = layers
-    kept = [first, *(layer for layer in middle if not _passes_on(*layer)), last]
+    kept = [first, *(layer for layer in middle if not _is_identity(*layer)), last]
     smaller = {f"w{i}": weight for i, (weight, _) in enumerate(kept)}
     smaller |= {f"b{i}": bias for i, (_, bias) in enumerate(kept)}
     if rule.config.gated:
@@ -392,7 +394,7 @@ def without_idle_units(rule: Rule) -> Rule:
     return Rule(dataclasses.replace(rule.config, hidden=hidden), smaller, rule.origin)
 
 
-def _passes_on(weight: np.ndarray, bias: np.ndarray) -> bool:
+def _is_identity(weight: np.ndarray, bias: np.ndarray) -> bool:
     return np.array_equal(weight, np.eye(*weight.shape)) and not bias.any()
 
 
@@ -407,7 +409,7 @@ def _partners(width: int) -> np.ndarray:
 
 
 def truncated_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard normal numbers, drawn again where they are beyond two."""
+    """Standard normal numbers, redrawn where their absolute value is above two."""
     draw = rng.standard_normal(shape)
     while (outside := np.abs(draw) > 2).any():
         draw[outside] = rng.standard_normal(int(outside.sum()))

@@ -2,9 +2,9 @@
 
 A rule is for one optimizer, Celo2 unless its config names another.
 
-Where they are (`load`, `save`, the shipped ones, hf:// addresses) comes first, then the encoding,
-then the Hugging Face hub. Files may come from anyone, so whatever is wrong with one ends in
-a ValueError that says what. huggingface_hub is an optional extra, imported only when it is needed.
+Loading and saving come first (files, shipped rules, hf:// addresses), then the encoding, then the
+Hugging Face hub. Files may come from anyone, so anything wrong with one raises a ValueError that
+says what. huggingface_hub is an optional extra, imported only when it is needed.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from celo2.rule import Rule, RuleConfig, check_shapes
 
 SHIPPED = ("celo2", "celo2-base")
 
-FORMAT = 1  # raised when older versions of celo2 could no longer read a file
-# Config fields that a file has only where they differ from this: as before there were these fields.
+FORMAT = 1  # to be raised when older versions of celo2 can no longer read a file
+# Newer config fields, which a file has only where they differ from these values.
 LATER: dict[str, Any] = {"gated": False, "overshoot": 0.0}
 MAX_FILE = 64 * 2**20  # bytes; the shipped rules have 3,000
 MAX_HEADER = 2**20
 
 CHECKPOINT = "is it a published checkpoint? Then run: celo2 convert theta.state rule.safetensors"
-# What a file that is no rule starts with, and what it is.
+# The first bytes of files that are not rules, and what they are.
 OTHER_FORMATS = {
     b"PK\x03\x04": "it is a zip archive (torch or npz?)",
     b"\x93NUMPY": "it is a numpy array",
@@ -83,7 +83,7 @@ def save(rule: Rule, path: str | os.PathLike[str]) -> None:
         rule: its arrays may be of any floating type, JAX's included, and are stored as float32.
         path: where to; a file already there is replaced.
 
-    Tuples in the origin come back as lists; all else in it comes back as it was.
+    Tuples in the origin are loaded as lists; everything else is loaded as it was saved.
 
     >>> celo2.save(rule, "rule.safetensors")  # doctest: +SKIP
     """
@@ -96,7 +96,7 @@ def save(rule: Rule, path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically: completely or not at all."""
     temporary = path.with_name(f".celo2-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -127,14 +127,14 @@ def pretrained(name: str = "celo2") -> Rule:
 
 
 def as_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
-    """The rule that an argument of Celo2 means: itself, a shipped name, a file or an address."""
+    """The Celo2 rule given as a Rule, a shipped name, a file or an address."""
     found = find_rule(rule)
     check_optimizer(found, "celo2")
     return found
 
 
 def as_velo_rule(rule: Rule | str | os.PathLike[str], optimizer: velo.Optimizer) -> velo.VeloRule:
-    """The rule that an argument of VeLO or Celo means: itself, a file or an address."""
+    """The rule for VeLO or Celo given as a Rule, a file or an address."""
     found = find_rule(rule)
     check_optimizer(found, optimizer)
     assert isinstance(found, velo.VeloRule)
@@ -142,7 +142,7 @@ def as_velo_rule(rule: Rule | str | os.PathLike[str], optimizer: velo.Optimizer)
 
 
 def find_rule(rule: Rule | str | os.PathLike[str]) -> Rule:
-    """The rule that an argument means, whatever optimizer it is for."""
+    """The rule given as a Rule, a shipped name, a file or an address, for any optimizer."""
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, str) and rule in SHIPPED:
@@ -184,7 +184,7 @@ def _shipped_hint(path: Path) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """A file's bytes, if it is one and not larger than any rule."""
+    """A file's bytes; raises an error if there is no such file or it is larger than any rule."""
     if not path.exists():
         raise FileNotFoundError(f"There is no file {path}{_shipped_hint(path)}.")
     if not path.is_file():
@@ -206,7 +206,7 @@ def to_bytes(rule: Rule) -> bytes:
         end = offset + array.nbytes
         header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [offset, end]}
         offset = end
-    # By hand, since the library writes metadata in a random order and files could not be compared.
+    # By hand: the library writes metadata in random order, so that files could not be compared.
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     data = b"".join(
@@ -230,8 +230,8 @@ def digest(rule: Rule) -> str:
 
 
 def printable(error: Exception) -> str:
-    """An error's text, fit for a terminal."""
-    # The text of an unknown file may be long, or hold codes that a terminal obeys.
+    """An error's text, safe to print in a terminal."""
+    # The content of an untrusted file may be long, or contain control codes.
     text = "".join(c if c.isprintable() else "?" for c in str(error))
     return text if len(text) <= 400 else f"{text[:400]}…"
 
@@ -245,7 +245,7 @@ def _parse(data: bytes) -> Rule:
     for name, entry in header.items():
         if not isinstance(entry, dict) or entry.get("dtype") != "F32":
             raise ValueError(f"array {name} is not F32, the type of a rule's arrays.")
-    # Before the arrays are made, so that only as much is allocated as the config needs.
+    # Before the arrays are made, so that no more is allocated than the config needs.
     shapes = {name: _shape(entry) for name, entry in header.items()}
     if isinstance(config, RuleConfig):
         check_shapes(config, shapes)
@@ -311,15 +311,15 @@ def _json_object(text: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} holds {constant}, which is not JSON.")
 
     value = json.loads(
-        text, object_pairs_hook=lambda pairs: unique(pairs, what), parse_constant=refuse
+        text, object_pairs_hook=lambda pairs: dict_of_unique(pairs, what), parse_constant=refuse
     )
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a JSON object.")
     return value
 
 
-def unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
-    """The pairs as a dict; a ValueError where a key stands twice."""
+def dict_of_unique(pairs: list[tuple[Any, Any]], what: str) -> dict[Any, Any]:
+    """The pairs as a dict. Raises a ValueError if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError(f"{what} names something twice.")
@@ -419,7 +419,7 @@ def download(text: str) -> Path:
 
 
 def push(repo: str, files: Mapping[str, bytes], *, private: bool = False) -> str:
-    """Puts files into `user/repo` in one commit, making the repository if need be; its address."""
+    """Commits files to `user/repo`, which is created if it does not exist; returns its address."""
     address = parse_address(HUB_PREFIX + repo)
     if address != Address(repo, None, HUB_FILE):
         raise ValueError(f"{repo!r} is not a repository; write user/repo.")
@@ -443,7 +443,7 @@ def push(repo: str, files: Mapping[str, bytes], *, private: bool = False) -> str
 
 
 def model_card(rule: Rule, address: str, sha256: str) -> str:
-    """A README for the repository of a rule: how to use it, what it is, where it comes from."""
+    """A README for a rule's repository: how to use the rule, its config and its origin."""
     name = parse_address(address).repo.split("/")[-1]
     facts = {
         "config": _config_fields(rule.config),
@@ -479,7 +479,7 @@ rule = celo2.load("{address}")
 
 
 def import_extra(name: str, extra: str) -> Any:
-    """The library `name`, which celo2's `extra` installs."""
+    """Imports the library `name`, which celo2's `extra` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -487,14 +487,14 @@ def import_extra(name: str, extra: str) -> Any:
 
 
 def offline_is_set() -> bool:
-    """Whether HF_HUB_OFFLINE asks to use only what the hub's library has fetched before."""
+    """Whether HF_HUB_OFFLINE is set: only files in the hub's cache may be used."""
     constants = import_extra("huggingface_hub.constants", "hub")
     set_since = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     return constants.HF_HUB_OFFLINE or set_since
 
 
 def ask_hub() -> None:
-    """Raises unless the hub answers; its library alone would try for 24 s."""
+    """Raises an error unless the hub answers within HUB_TIMEOUT; its library would try for 24 s."""
     library = import_extra("huggingface_hub", "hub")
     library.get_session().head(library.constants.ENDPOINT, timeout=HUB_TIMEOUT)
 
@@ -510,7 +510,7 @@ def _is_offline() -> bool:
 
 
 def _explain(error: Exception, place: str, offline: bool) -> OSError:
-    """The error to raise instead: it names the place, what went wrong, and the way out."""
+    """The error to raise instead, with the address, the cause and what to do."""
     from huggingface_hub import errors
 
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -3,6 +3,7 @@
 import time
 from contextlib import ExitStack
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from small_runs import of_kind
 
 from celo2 import cli
-from celo2.evaluate.sharding import check_batch, leaf_spec
+from celo2.evaluate.sharding import check_batch, leaf_spec, place_arrays
 from celo2.runs import records
 from celo2.runs.checkpoint import list_iterations
 from celo2.runs.processes import make_mesh, parse_mesh
@@ -92,6 +93,12 @@ def test_lost_process_ends_the_run_which_resumes_on_other_devices(tmp_path):
     assert of_kind(rows, "resume")[0]["hardware"]["devices"] == 8
     assert [row["step"] for row in of_kind(rows, "train")] == list(range(2, 61, 2))
     assert rows[-1]["kind"] == "end" and rows[-1]["score"] < 3
+
+
+def test_arrays_without_a_mesh_are_on_the_default_device():
+    placed = place_arrays({"x": np.ones(3, np.uint8), "none": None}, None)
+    assert isinstance(placed["x"], jax.Array) and placed["x"].dtype == np.uint8
+    assert placed["x"].devices() == {jax.devices()[0]} and placed["none"] is None
 
 
 def test_mesh_is_read_and_refused_by_name():

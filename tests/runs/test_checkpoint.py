@@ -29,7 +29,7 @@ def some_array(dtype, shape=(3, 5, 7)):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (11,), ()])
 def test_host_and_devices_agree(monkeypatch, dtype, shape):
     array = some_array(dtype, shape)
-    monkeypatch.setattr(checkpoint, "HOST", 0)
+    monkeypatch.setattr(checkpoint, "ON_HOST", 0)
     on_devices = fingerprint(jnp.asarray(array))
     monkeypatch.undo()
     assert fingerprint(array) == on_devices == fingerprint(jnp.asarray(array))
@@ -69,11 +69,11 @@ from compiled import collectives
 from celo2.runs import checkpoint as f
 array = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
 mesh = jax.make_mesh((2, 2), ("a", "b"))
-expected, f.HOST = f.fingerprint(array), 0
+expected, f.ON_HOST = f.fingerprint(array), 0
 for spec in (P(), P("a"), P("b", "a"), P(None, None, ("a", "b"))):
     parts = jax.device_put(array, NamedSharding(mesh, spec))
     assert f.fingerprint(parts) == expected
-    sent = collectives(f._on_devices.lower(parts).compile().as_text())
+    sent = collectives(f._sums_on_devices.lower(parts).compile().as_text())
     assert all(one.name == "all-reduce" and one.elements <= 2 for one in sent)
 """
     run_python(code, devices=4)

@@ -31,17 +31,17 @@ Point = tuple[float, float]  # step, value
 
 
 class Outcome(NamedTuple):
-    """What became of one run."""
+    """A run and its records."""
 
     name: str  # of its folder
     config: RunConfig
     rows: Sequence[Row] = ()  # its records
-    fresh: bool = False  # made just now, not found finished
+    fresh: bool = False  # made by this process, not found finished
     stopped: bool = False
 
     @property
     def end(self) -> Row | None:
-        """The row with which a run ends; None before."""
+        """The end row; None for a run that has not ended."""
         last = self.rows[-1] if self.rows else {}
         return last if last.get("kind") == "end" and last.get("finished") else None
 
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
     @property
     def state(self) -> State:
-        """How far it came."""
+        """Whether it waits, was stopped, finished, diverged or failed."""
         if self.error is not None:
             return "failed"
         if self.end is None:
@@ -88,18 +88,23 @@ class Entry(NamedTuple):
         return list({run.name: run for run in (*self.tuning, *self.seeds)}.values())
 
     @property
+    def scores(self) -> list[float]:
+        """The scores of the seeds that have one."""
+        return [run.score for run in self.seeds if run.score is not None]
+
+    @property
     def lost(self) -> int:
-        """Seeds of the best setting that diverged, and so have no score."""
+        """How many seeds of the best setting diverged, and so have no score."""
         return sum(run.state == "diverged" for run in self.seeds)
 
     @property
     def diverged(self) -> int:
-        """All runs that diverged, those of the final seeds among them."""
+        """How many runs diverged, those of the final seeds included."""
         return sum(run.state == "diverged" for run in self.runs)
 
 
 class Sweep(NamedTuple):
-    """A sweep's folder as read: what was to be run, and what became of it."""
+    """A sweep's folder as read: its index, its runs and the entries of each task."""
 
     name: str
     index: Row  # sweep.json
@@ -113,7 +118,7 @@ def name_of(config: RunConfig) -> str:
 
 
 def read_outcome(config: RunConfig, out: str | PathLike) -> Outcome:
-    """What the run's records say."""
+    """The run with the records that are in its folder."""
     name = name_of(config)
     return Outcome(name, config, records.read(Path(out) / name / "records.jsonl"))
 
@@ -121,8 +126,8 @@ def read_outcome(config: RunConfig, out: str | PathLike) -> Outcome:
 def compare(tuning: Sequence[Outcome], final: Sequence[Outcome] = ()) -> dict[str, list[Entry]]:
     """Every optimizer's runs and the best setting among them, by task.
 
-    The best setting has the best mean score over its seeds; one of which any run diverged or
-    failed comes last.
+    The best setting has the best mean score over its seeds. A setting with a run that diverged or
+    failed ranks last.
     """
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for run in tuning:
@@ -152,7 +157,7 @@ def mean_score(runs: Sequence[Outcome]) -> float | None:
 
 
 def setting_cost(runs: Sequence[Outcome]) -> float:
-    """The mean score, turned so that lower is better; infinite without one."""
+    """The mean score, negated where higher is better; infinite without one."""
     mean = mean_score(runs)
     if mean is None:
         return math.inf
@@ -160,7 +165,7 @@ def setting_cost(runs: Sequence[Outcome]) -> float:
 
 
 def pack(sweep: Sweep, path: str | PathLike) -> int:
-    """Writes the runs of a sweep that have ended to one file; gives their number."""
+    """Writes the runs of a sweep that have ended to one file; returns their number."""
     ended = {run.name: run.rows for run in sweep.runs if run.end is not None}
     index = dict(sweep.index)
     for stage in ("tuning", "final"):
@@ -187,7 +192,7 @@ def read_packed(path: str | PathLike) -> tuple[dict[str, Any], dict[str, list[Ro
 
 
 def unpack(path: str | PathLike, folder: str | PathLike) -> int:
-    """Writes the runs of a file into a sweep's folder where it has none; gives their number.
+    """Writes the runs of a packed file that a sweep's folder lacks; returns their number.
 
     A folder without an index gets the file's, so that a sweep of some labels keeps the others.
     """
@@ -205,7 +210,7 @@ def unpack(path: str | PathLike, folder: str | PathLike) -> int:
 
 
 def thin_rows(rows: Sequence[Row], train_rows: int = TRAIN_ROWS) -> list[Row]:
-    """The rows with `train_rows` of the train rows, at equal distances, the last included.
+    """The rows with `train_rows` of the train rows, evenly spaced, the last included.
 
     >>> rows = [{"kind": "train", "step": step} for step in range(1, 7)]
     >>> [row["step"] for row in thin_rows([*rows, {"kind": "end", "step": 6}], train_rows=3)]
@@ -218,7 +223,7 @@ def thin_rows(rows: Sequence[Row], train_rows: int = TRAIN_ROWS) -> list[Row]:
 
 
 class ScoreRange(NamedTuple):
-    """Scores over seeds."""
+    """The mean and range of the scores of some seeds."""
 
     mean: float
     low: float
@@ -232,7 +237,7 @@ def is_sweep(path: str | PathLike) -> bool:
 
 
 def read_index(folder: Path) -> Row:
-    """What a sweep's folder lists."""
+    """The index of a sweep's folder."""
     try:
         return json.loads((folder / INDEX).read_text("utf-8"))
     except ValueError as error:
@@ -240,9 +245,9 @@ def read_index(folder: Path) -> Row:
 
 
 def read_sweep(folder: str | PathLike, known: Mapping[str, Sequence[Row]] | None = None) -> Sweep:
-    """What a sweep's folder or packed file holds; the records that are `known` are not read.
+    """The sweep in a folder or packed file; records in `known` are not read again.
 
-    No rule or data is needed, so another machine can read it.
+    Needs no rules or data, so that another machine can read it.
     """
     folder = Path(folder)
     if not is_sweep(folder):
@@ -269,7 +274,7 @@ def read_sweep(folder: str | PathLike, known: Mapping[str, Sequence[Row]] | None
 
 
 def score_range(runs: Iterable[Outcome]) -> ScoreRange | None:
-    """The mean and the range of the scores that there are."""
+    """The mean and the range of the scores; None without any."""
     found = [run.score for run in runs if run.score is not None]
     if not found:
         return None
@@ -277,7 +282,7 @@ def score_range(runs: Iterable[Outcome]) -> ScoreRange | None:
 
 
 class Interval(NamedTuple):
-    """A statistic of scores, and where it lies with a probability of LEVEL."""
+    """A statistic of scores and its confidence interval, of level LEVEL."""
 
     value: float
     low: float
@@ -297,17 +302,13 @@ def interquartile_mean(scores: np.ndarray) -> np.ndarray:
     return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
 
 
-def mean(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    return scores.mean(-1)
-
-
-def bootstrap(strata: Sequence[Sequence[float]], statistic: Statistic = mean) -> Interval:
+def bootstrap(
+    strata: Sequence[Sequence[float]], statistic: Statistic = lambda scores: scores.mean(-1)
+) -> Interval:
     """A statistic over the scores of all strata, with its percentile interval.
 
-    A stratum is a task; its seeds are drawn again among themselves, as rliable does (Agarwal et
-    al., 2021), so that tasks of unlike scores do not widen the interval. Equal scores, equal
-    intervals.
+    A stratum is a task: its seeds are resampled among themselves, as rliable does (Agarwal et al.,
+    2021), so that differences between tasks do not widen the interval. Deterministic.
     """
     random = np.random.default_rng(0)
     drawn = [random.choice(np.asarray(s, float), (RESAMPLES, len(s))) for s in strata]
@@ -318,7 +319,7 @@ def bootstrap(strata: Sequence[Sequence[float]], statistic: Statistic = mean) ->
 
 def baseline_of(entries: Sequence[Entry]) -> Entry | None:
     """AdamW's entry, if it has a score."""
-    scored = [entry for entry in entries if score_range(entry.seeds)]
+    scored = [entry for entry in entries if entry.scores]
     named = [entry for entry in scored if entry.label == BASELINE]
     return next((e for e in (*named, *scored) if e.best.config.optimizer == BASELINE), None)
 
@@ -363,14 +364,14 @@ def median_cost(entry: Entry, field: str) -> float | None:
 
 
 class Reached(NamedTuple):
-    """When a run reached the baseline's final score, and how much sooner that is."""
+    """When a run reached the baseline's final score, and the speed-up that this is."""
 
     steps: float
     speed_up: float
 
 
 def curve(rows: Sequence[Row], kind: str, field: str, name: str) -> list[Point]:
-    """`row[field][name]` by step; a resumed run may have a step twice, of which the last counts."""
+    """`row[field][name]` by step; of a step that a resumed run has twice, the last row counts."""
     mine = [row for row in rows if row.get("kind") == kind]
     found = {row["step"]: (row.get(field) or {}).get(name) for row in mine}
     return [(step, value) for step, value in sorted(found.items()) if value is not None]
@@ -390,7 +391,7 @@ def best_curve(entry: Entry, kind: str, field: str, name: str) -> list[Point]:
 
 
 def steps_to_reach(points: Sequence[Point], target: float, higher: bool) -> float | None:
-    """The step at which a curve first reaches the target, between its points on straight lines.
+    """The step at which a curve first reaches the target, interpolated linearly; None if never.
 
     >>> steps_to_reach([(0, 4.0), (10, 2.0)], 2.5, higher=False)
     7.5
@@ -424,7 +425,7 @@ def reach(entry: Entry, baseline: Entry) -> Reached | None:
 
 
 def score_table(entries: Sequence[Entry]) -> list[list[str]]:
-    """The best of each optimizer on one task, with a head; the first column names it."""
+    """The best setting of each optimizer on one task, a row each, below a header row."""
     baseline, (metric, _) = baseline_of(entries), metric_of(entries[0])
     head = ["optimizer", "best rate", "decay", f"final {metric}", "range", "seeds", "tuning runs"]
     head += ["diverged", "steps to AdamW's", "speed-up"]
@@ -432,7 +433,7 @@ def score_table(entries: Sequence[Entry]) -> list[list[str]]:
 
 
 def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
-    """What a step of each optimizer costs, with a head."""
+    """The cost of a step of each optimizer, a row each, below a header row."""
     baseline = baseline_of(entries)
     base = None if baseline is None else median_cost(baseline, "seconds_per_step")
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -442,8 +443,8 @@ def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
             lambda cost: f"{cost / base:.2f}×" if cost and base else NONE,
         ),
         "compile s": ("compile_seconds", lambda cost: f"{cost:.1f}"),
-        "state": ("state_bytes", _size),
-        "step memory": ("temporary_bytes", _size),
+        "state": ("state_bytes", _format_bytes),
+        "step memory": ("temporary_bytes", _format_bytes),
     }
     rows = [["optimizer", *columns]]
     for entry in entries:
@@ -482,8 +483,8 @@ def _score_row(entry: Entry, baseline: Entry | None) -> list[str]:
     ]
 
 
-def _size(value: float) -> str:
-    """Bytes in the unit that fits."""
+def _format_bytes(value: float) -> str:
+    """A number of bytes in the unit that fits."""
     for unit in ("B", "kB", "MB"):
         if value < 1000:
             return f"{value:.3g} {unit}"
@@ -492,7 +493,7 @@ def _size(value: float) -> str:
 
 
 def caveats(entries: Sequence[Entry]) -> list[str]:
-    """Sentences on the optimizers of one task: first their budgets, then each one's own doubts."""
+    """Sentences on one task: first the tuning budgets, then the caveats of each optimizer."""
     budgets = [len(entry.tuning) for entry in entries]
     counts = ", ".join(f"{e.label} {n}" for e, n in zip(entries, budgets, strict=True))
     if len(set(budgets)) > 1:
@@ -514,7 +515,7 @@ def data_caveats(sweep: Sweep) -> list[str]:
 
 
 def without_lost(entry: Entry) -> str:
-    """What to say behind a mean that some seeds are not in."""
+    """A note for a mean that leaves out seeds which diverged; empty without any."""
     return f" ({entry.lost} of {len(entry.seeds)} diverged)" if entry.lost else ""
 
 
@@ -528,7 +529,7 @@ def _caveats_of(entry: Entry) -> list[str]:
         found.append("one learning rate only; it was not tuned.")
     if best.score is None:
         found.append("no setting has a score.")
-    elif sum(run.score is not None for run in entry.seeds) == 1:
+    elif len(entry.scores) == 1:
         found.append("a single seed; its variance is unknown.")
     if entry.lost:
         found.append(f"{entry.lost} of {len(entry.seeds)} seeds diverged at the best rate.")

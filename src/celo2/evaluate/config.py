@@ -1,4 +1,4 @@
-"""Everything that decides a training run: its config, and what the names in it mean."""
+"""The config of a training run, and the tasks and optimizers that its names refer to."""
 
 import dataclasses
 import inspect
@@ -21,9 +21,9 @@ OWN_STEPS = 1000
 
 @lru_cache
 def find_task(name: str) -> TaskSpec:
-    """The entry of that name; `module:function` makes a Task, or is a TaskSpec itself.
+    """The task's entry; `module:function` is a function that makes a Task, or a TaskSpec itself.
 
-    The function gets those of the run's `batch`, `data`, `text` and `remat` that it takes.
+    The function is given those of the run's `batch`, `data`, `text` and `remat` that it takes.
 
     >>> find_task("digits-mlp").steps
     2000
@@ -41,9 +41,14 @@ def find_task(name: str) -> TaskSpec:
 
 
 class Variant(NamedTuple):
-    """A rule, the factor on its updates, the Adam beside it, and the optimizer that it is for.
+    """How an optimizer of a run uses a rule.
 
-    `adam_multiplier` is Adam's rate as a multiple of the rule's; None where nothing is left to it.
+    Args:
+        rule: a shipped name, a file or an hf:// address.
+        rms_scale: a factor on the rule's updates.
+        adam_multiplier: Adam's rate as a multiple of the rule's; None if Adam updates nothing.
+        nesterov: whether Adam has Nesterov's momentum.
+        optimizer: the optimizer that the rule is for.
     """
 
     rule: str
@@ -56,15 +61,15 @@ class Variant(NamedTuple):
 VARIANTS = {
     "celo2": Variant("celo2"),
     "celo2-base": Variant("celo2-base", adam_multiplier=None),
-    # The paper's: steps of AdamW's size, and one rate for both.
+    # As in the paper: steps of AdamW's size, and one rate for both.
     "celo2-rms0.2": Variant("celo2", rms_scale=0.2, adam_multiplier=1.0, nesterov=False),
-    "celo2-adam": Variant("celo2", nesterov=False),  # the paper's AdamW beside the rule
-    "celo2-nesterov": Variant("celo2"),  # what celo2 is; the name that older records have
+    "celo2-adam": Variant("celo2", nesterov=False),  # with the paper's AdamW
+    "celo2-nesterov": Variant("celo2"),  # the name of celo2 in older records
 }
 
 
 def find_variant(optimizer: str) -> Variant | None:
-    """How the optimizer uses a rule, be it a shipped one, a file, or velo=FILE; None for others.
+    """How the optimizer uses a rule; None for one without a rule.
 
     >>> find_variant("celo2-rms0.2").adam_multiplier
     1.0
@@ -90,7 +95,7 @@ def uses_lstm(optimizer: str) -> bool:
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]
-# Fields that older names know nothing of: at these values they name the same run.
+# Fields that did not exist when older runs were named: at these values they are left out of names.
 LATER = {"remat": False, "scale": "rms"}
 EVALUATIONS = 10  # in a run, unless evaluate_every says otherwise
 
@@ -176,7 +181,7 @@ class RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The config with the task's and the optimizer's own numbers in place of None."""
+    """The config with the defaults of its task and optimizer in place of None."""
     spec = find_task(config.task)
     steps = config.steps or spec.steps
     variant = find_variant(config.optimizer)
@@ -206,10 +211,10 @@ def config_from_fields(fields: Mapping[str, Any]) -> RunConfig:
 
 
 def run_name(config: RunConfig, rule: str | None) -> str:
-    """A folder's name for the run: readable, and another one for every other config or rule.
+    """The name of the run's folder: readable, and different for every config and rule.
 
-    `rule` is the SHA-256 of the rule that the optimizer uses, if any: a better rule under the
-    same name is another run.
+    `rule` is the SHA-256 of the optimizer's rule, if any: another rule under the same name is
+    another run.
     """
     config = resolve(config)
     fields = to_fields(config)

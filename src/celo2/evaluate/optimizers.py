@@ -26,10 +26,10 @@ from celo2.velo import VeloRule
 
 
 def schedule_shape(config: RunConfig, updates: int) -> optax.Schedule:
-    """The learning rate at each of `updates` updates, as a fraction of its highest value.
+    """The config's schedule for that many updates, as a fraction of the highest learning rate.
 
-    It rises linearly from zero over the first part and then falls to zero at the end, along a
-    cosine or a line, or stays.
+    It rises linearly from zero during the warm-up, and then falls to zero along a cosine or a
+    line, or is constant.
 
     >>> shape = schedule_shape(RunConfig("digits-mlp", schedule="linear", warmup=0.2), 10)
     >>> [round(float(shape(count)), 2) for count in (0, 1, 2, 6, 10)]
@@ -47,8 +47,7 @@ def schedule_shape(config: RunConfig, updates: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup), decay], [warmup])
 
 
-OWN = re.compile(r"[\w.]+:\w+")  # module:function
-
+OWN_FUNCTION = re.compile(r"[\w.]+:\w+")  # module:function
 
 Make = Callable[[RunConfig, optax.Schedule], optax.GradientTransformation]
 
@@ -88,8 +87,8 @@ OPTIMIZERS = (*VARIANTS, *BASELINES)
 
 
 def load_rule(name: str) -> Rule | None:
-    """The rule that the optimizer called `name` uses; None for one without."""
-    if name in BASELINES or OWN.fullmatch(name):
+    """The rule of the optimizer called `name`; None for one without a rule."""
+    if name in BASELINES or OWN_FUNCTION.fullmatch(name):
         return None
     variant = find_variant(name) or Variant(name)
     try:
@@ -109,14 +108,14 @@ def load_rule(name: str) -> Rule | None:
 
 
 def digest_rule(rule: Rule | None) -> str | None:
-    """The SHA-256 of what `load_rule` found."""
+    """The SHA-256 of a rule; None without one."""
     return None if rule is None else digest(rule)
 
 
 def make_optimizer(
     config: RunConfig, rule: Rule | None, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """The config's optimizer, clipping included; `rule` is what `load_rule` found."""
+    """The config's optimizer with its clipping; `rule` is from `load_rule`."""
     if isinstance(rule, VeloRule):
         tx = _lstm(config, rule, schedule)
     elif rule is not None:
@@ -178,7 +177,7 @@ class NormState(NamedTuple):
 
 
 def with_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, whose state also has the RMS of its latest update and of the parameters before it.
+    """`tx` with a state that also has the RMS of its latest update and of the parameters before.
 
     Groups are the same for all optimizers: `hidden` matrices, which Celo2's rule and Muon update,
     and `other` tensors, which both leave to AdamW.

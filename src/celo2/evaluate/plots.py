@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from celo2.evaluate.comparison import (
-    Entry,
     Interval,
     Point,
     Sweep,
@@ -30,20 +29,20 @@ from celo2.evaluate.comparison import (
     sensitivity,
 )
 
-# Of Okabe and Ito, which the colour-blind can tell apart; the markers help them too.
+# The palette of Okabe and Ito, which is safe for colour-blind readers, as are the markers.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 MARKERS = "os^Dv<>P"
 LINE_STYLES = {"hidden": "-", "other": "--"}
-BINS = 120  # of a train curve: each point is the mean of as many rows as that takes
-FOCUS = 0.1  # of a run, whose high losses would press the rest of it flat
-LOG_RATIO = 10.0  # of the highest to the lowest score, from which their axis is logarithmic
+BINS = 120  # points of a train curve, each a mean of neighbouring rows
+FOCUS = 0.1  # the part of a run whose high losses do not count for the y limits
+LOG_RATIO = 10.0  # of the highest to the lowest score, above which their axis is logarithmic
 TICKS = ((10.0, (1.0, 2.0, 3.0, 5.0)), (300.0, (1.0, 2.0, 5.0)), (math.inf, (1.0,)))
 DPI = 150
 LEGEND_WIDTH = 72  # letters in a row of a legend; a line or mark takes four
 COLUMNS = 3  # of panels
-SEEDS = 3  # of an optimizer, from which an interval says something
-# What may vary in a sweep: a field of RunConfig, and where its values are on an axis. Decays and
-# seeds are at equal distances, whatever they are.
+LEAST_SEEDS = 3  # of an optimizer, for an interval to mean something
+# What may vary in a sweep: a field of RunConfig, and the positions of its values on an axis. Decays
+# and seeds are evenly spaced.
 SETTINGS: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
     "rate": ("learning_rate", np.log),
     "decay": ("weight_decay", lambda known: np.arange(len(known))),
@@ -54,11 +53,11 @@ Draw = Callable[[Sweep, str], Figure]
 
 
 def plot_sweep(folder: str | PathLike, out: str | PathLike | None = None) -> list[Path]:
-    """Draws every task of a sweep as `TASK_FIGURE.png`, and gives the files.
+    """Draws every task of a sweep as `TASK_FIGURE.png`, and returns the files.
 
-    Tasks that differ in a number, such as widths, have a figure together, and so have all that
-    were run with several seeds. The files are in the folder `figures` of the sweep's own, or
-    beside its packed file, by default.
+    Tasks whose names differ in a number, such as widths, also have a figure together, and so have
+    all tasks if there are several seeds. By default the files are in `figures` in the sweep's
+    folder, or beside its packed file.
     """
     sweep = read_sweep(folder)
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
@@ -78,12 +77,14 @@ def _figures(sweep: Sweep) -> Iterator[tuple[str, Figure]]:
     for tasks in sizes_of(sweep):
         start = os.path.commonprefix(tasks).rstrip("-.0123456789")
         yield f"{start}_sizes", draw_sizes(sweep, tasks)
-    if any(len(_scores(entry)) >= SEEDS for entries in sweep.tasks.values() for entry in entries):
+    if any(
+        len(entry.scores) >= LEAST_SEEDS for entries in sweep.tasks.values() for entry in entries
+    ):
         yield "intervals", draw_intervals(sweep)
 
 
 def write_svg(figure: Figure, file) -> None:
-    """Writes the figure as SVG with real text, and without the date: equal records, equal files."""
+    """Writes the figure as SVG with text as text and no date: equal records make equal files."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "celo2"}):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
 
@@ -169,8 +170,8 @@ def draw_rms(sweep: Sweep, task: str, *, field: str, title: str) -> Figure:
 def draw_settings(sweep: Sweep, task: str) -> Figure:
     """Parallel coordinates: each run as a line through its rate, decay, seed and final score.
 
-    What is the same in all runs has no axis. Dark lines end best; dashed ones diverged, and end
-    above the others.
+    A setting that is equal in all runs has no axis. The darker a line, the better its score;
+    dashed ones diverged, and end above the others.
     """
     entries = sweep.tasks[task]
     metric, higher = metric_of(entries[0])
@@ -203,7 +204,7 @@ def draw_settings(sweep: Sweep, task: str) -> Figure:
 
 
 def _heights(values: Sequence[float], place: Callable[..., np.ndarray]) -> dict[float, float]:
-    """Where each value is on a vertical axis from 0 to 1, from its `place` on any scale."""
+    """The height of each value on an axis from 0 to 1; `place` is its position on any scale."""
     known = sorted(set(values))
     places = place(known)
     span = float(places[-1] - places[0]) if known else 0.0
@@ -226,14 +227,14 @@ def _add_scales(axes: Axes, scales: Mapping[str, Mapping[float, float]]) -> None
 
 
 def sizes_of(sweep: Sweep) -> list[list[str]]:
-    """The tasks of a sweep whose names differ in a number only, by that number."""
+    """Groups of tasks whose names differ in a number only, sorted by it."""
     groups: dict[str, list[str]] = {}
     for task in sweep.tasks:
         groups.setdefault(re.sub(r"\d+(\.\d+)?", "#", task), []).append(task)
-    return [sorted(tasks, key=_numbers) for tasks in groups.values() if len(tasks) > 1]
+    return [sorted(tasks, key=_numbers_in) for tasks in groups.values() if len(tasks) > 1]
 
 
-def _numbers(task: str) -> list[float]:
+def _numbers_in(task: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", task)]
 
 
@@ -275,7 +276,7 @@ def draw_intervals(sweep: Sweep) -> Figure:
     """
     panels_of = {
         f"{task}, {metric_of(entries[0])[0]}": {
-            entry.label: bootstrap([_scores(entry)]) for entry in entries if _scores(entry)
+            entry.label: bootstrap([entry.scores]) for entry in entries if entry.scores
         }
         for task, entries in sweep.tasks.items()
     }
@@ -296,23 +297,19 @@ def draw_intervals(sweep: Sweep) -> Figure:
 
 
 def _aggregate(sweep: Sweep) -> dict[str, Interval]:
-    """By label, over the tasks; empty unless every task has all optimizers and a baseline."""
+    """The interval of each label over all tasks; empty unless every task has all labels."""
     strata: dict[str, list[list[float]]] = {}
     for entries in sweep.tasks.values():
         baseline = baseline_of(entries)
         if baseline is None:
             return {}
-        unit = float(np.mean(_scores(baseline)))
+        unit = float(np.mean(baseline.scores))
         for entry in entries:
-            strata.setdefault(entry.label, []).append([x / unit for x in _scores(entry)])
-    enough = all(len(seeds) >= SEEDS for found in strata.values() for seeds in found)
+            strata.setdefault(entry.label, []).append([x / unit for x in entry.scores])
+    enough = all(len(seeds) >= LEAST_SEEDS for found in strata.values() for seeds in found)
     if len(sweep.tasks) < 2 or not enough or len({len(found) for found in strata.values()}) > 1:
         return {}
     return {label: bootstrap(found, interquartile_mean) for label, found in strata.items()}
-
-
-def _scores(entry: Entry) -> list[float]:
-    return [run.score for run in entry.seeds if run.score is not None]
 
 
 FIGURES: dict[str, Draw] = {
@@ -371,7 +368,7 @@ def _panels(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
 
 
 def _focus(axes: Axes, points: Sequence[Point], higher: bool) -> None:
-    """Sets the limits by what comes after the first part of the run."""
+    """Sets the y limits from the points after the first part of the run."""
     last = max((step for step, _ in points), default=0)
     shown = [value for step, value in points if step >= FOCUS * last]
     if higher or not shown or min(shown) == max(shown):
@@ -404,6 +401,6 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def _text(text: str) -> str:
-    """As Matplotlib shows it word for word: no formulas, and no leading underscore, which hides."""
+    """The text escaped for Matplotlib: no formulas, no leading underscore, which hides a label."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

@@ -61,12 +61,12 @@ class Setup(NamedTuple):
     config: RunConfig
     mesh: Mesh | None  # None is one device
     data: Any  # arrays on the devices, or a Stream
-    given: Any  # what a step gets: those arrays, or the shapes of a batch
+    step_data: Any  # what a step is given: those arrays, or the shapes of a batch
     checksum: str  # SHA-256 of the data
     rule: str | None  # SHA-256 of the rule
     weights: dict[str, Array]  # of the rule, none without one
     trainer: Callable[..., Trainer]  # data[, learning rate, weights] -> …
-    abstract: Any  # shapes of the trainer's state, and places if there is a mesh
+    abstract: Any  # shapes of the trainer's state, with shardings if there is a mesh
     chained: bool  # whether steps should be compiled into a loop
     sizes: dict[str, Any]
 
@@ -84,9 +84,14 @@ def set_up(
     blank: bool = False,
     rule: Rule | None = None,
 ) -> Setup:
-    """The parts of a resolved config; `blank` takes shapes in place of the data.
+    """The setup of a resolved config.
 
-    The rule is the optimizer's, unless one is given.
+    Args:
+        config: the run.
+        data: folder of the data files.
+        mesh: the devices; None is one device.
+        blank: use data of the right shapes in place of the real ones.
+        rule: in place of the optimizer's own.
     """
     spec = find_task(config.task)
     made, checksum = (
@@ -116,10 +121,12 @@ def set_up(
 
     batches = config.evaluation_batches
     arrays = problem.data if isinstance(problem, Task) else None
-    chained = not isinstance(arrays, Stream) and not _is_slow_in_loops(problem, mesh)
-    arrays = arrays if isinstance(arrays, Stream) else place_arrays(arrays, mesh)
-    given = batch_shapes(arrays, mesh) if isinstance(arrays, Stream) else arrays
-    abstract = jax.eval_shape(lambda key: trainer(given).init(key), jax.random.key(0))
+    if isinstance(arrays, Stream):
+        step_data, chained = batch_shapes(arrays, mesh), False
+    else:
+        arrays = step_data = place_arrays(arrays, mesh)
+        chained = not _is_slow_in_loops(problem, _platform_of(arrays))
+    abstract = jax.eval_shape(lambda key: trainer(step_data).init(key), jax.random.key(0))
     if mesh is not None:
         specs = parameter_specs(abstract.params, mesh)
         inner = optimizer_specs(optimizer(1.0, weights), abstract.params, specs, mesh)
@@ -128,7 +135,7 @@ def set_up(
         config=config,
         mesh=mesh,
         data=arrays,
-        given=given,
+        step_data=step_data,
         checksum=checksum,
         rule=digest_rule(rule),
         weights=weights,
@@ -141,12 +148,12 @@ def set_up(
 
 def place_weights(rule: Rule | None, mesh: Mesh | None) -> dict[str, Array]:
     """The rule's arrays on every device."""
-    arrays = {} if rule is None else {k: np.asarray(w, np.float32) for k, w in rule.weights.items()}
-    return jax.tree.map(jnp.asarray, arrays) if mesh is None else place_arrays(arrays, mesh)
+    weights = {} if rule is None else rule.weights
+    return place_arrays({name: np.asarray(w, np.float32) for name, w in weights.items()}, mesh)
 
 
 def check_metric(setup: Setup, valid: Iterable[str]) -> None:
-    """Refuses a task that does not give the metric by which its runs are compared."""
+    """Raises a ValueError if a task's metrics lack the one by which its runs are compared."""
     if setup.spec.metric not in valid:
         raise ValueError(
             f"runs of {setup.config.task} are compared by {setup.spec.metric!r}, which is not "
@@ -155,7 +162,7 @@ def check_metric(setup: Setup, valid: Iterable[str]) -> None:
 
 
 def count_bytes(tree: Any) -> int:
-    """The bytes of all arrays, or of what they would take."""
+    """The bytes of all arrays, which may be shapes only."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -178,7 +185,7 @@ def _make_blank_task(config: RunConfig) -> tuple[Any, str]:
 
 
 def _call(task: str, make: Callable[..., Any], **options: Any) -> Any:
-    """`make` with the options that were given, if it takes them."""
+    """Calls `make` with the options that are not None; raises a ValueError for one it lacks."""
     takes = inspect.signature(make).parameters
     given = {name: value for name, value in options.items() if value is not None}
     if "data" not in takes:
@@ -212,7 +219,7 @@ def _adjust(made: Any, config: RunConfig, mesh: Mesh | None) -> Any:
 
 
 def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
-    """What a report needs to know of the model and its batches."""
+    """The sizes of the model and its batches, for reports."""
     groups = group_leaves(abstract.params)
     counts = {name: sum(math.prod(x.shape) for x in xs) for name, xs in groups.items()}
     return {
@@ -225,9 +232,14 @@ def _sizes(config: RunConfig, problem: Any, abstract: Any) -> dict[str, Any]:
     }
 
 
-def _is_slow_in_loops(problem: Any, mesh: Mesh | None) -> bool:
+def _platform_of(arrays: Any) -> str:
+    """The platform that holds the arrays; without any, the one where JAX makes new ones."""
+    first = (jax.tree.leaves(arrays) or [jnp.zeros(())])[0]
+    return next(iter(first.sharding.device_set)).platform
+
+
+def _is_slow_in_loops(problem: Any, platform: str) -> bool:
     """Whether the loss has convolutions, on a CPU: XLA makes them 17 times as slow in a loop."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform != "cpu" or not isinstance(problem, Task):
         return False
     params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -252,9 +264,10 @@ def _tokens(problem: Any) -> int | None:
 
 
 def in_precision(task: Task, dtype: Any) -> Task:
-    """The task with its model's arithmetic in `dtype`; parameters and gradients stay as they are.
+    """The task with its model's arithmetic in `dtype`; parameters and gradients stay float32.
 
-    The tasks' own losses are float32 sums even so, and gathered parameters are cast by the task.
+    The loss of our own tasks is still summed in float32, and gathered parameters are cast by the
+    task.
     """
 
     def cast(x):
@@ -275,9 +288,10 @@ def in_precision(task: Task, dtype: Any) -> Task:
 
 
 class StepResults(NamedTuple):
-    """The result of some steps: the last one made, and whether its loss was finite.
+    """The result of some steps: the number of the last one, and whether all losses were finite.
 
-    Metrics are means over the steps, of integers the last; norms are those of the last update.
+    Metrics are means over the steps, or the last value for integers; norms are those of the last
+    update.
     """
 
     step: int
@@ -287,7 +301,7 @@ class StepResults(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from step to step on the device; or the places of these arrays."""
+    """What one step passes to the next on the device; or the shardings of these arrays."""
 
     step: Any  # int32
     state: Any
@@ -296,7 +310,7 @@ class Carry(NamedTuple):
 
 
 def first_carry(step: int, state: Any, metrics: Mapping[str, jax.ShapeDtypeStruct]) -> Carry:
-    """What the first of some steps is given."""
+    """The carry before the first of some steps."""
     totals = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
     return Carry(np.int32(step), state, totals, np.bool_(True))
 
@@ -315,11 +329,11 @@ class RunProgram(NamedTuple):
         """The state before the first step."""
 
         def init(seed):
-            trainer = self.setup.trainer(self.setup.given, 1.0, self.setup.weights)
+            trainer = self.setup.trainer(self.setup.step_data, 1.0, self.setup.weights)
             return trainer.init(_keys(seed)[0])
 
         if self.setup.mesh is None:
-            # Arrays of their own: two names for one array could not both be used up.
+            # Copies: an array that occurs twice in the state could not be donated twice.
             return jax.tree.map(jnp.copy, init(seed))
         places = jax.tree.map(lambda x: x.sharding, self.setup.abstract)
         return jax.jit(init, out_shardings=places)(np.uint32(seed))
@@ -331,7 +345,7 @@ class RunProgram(NamedTuple):
     def advance(
         self, config: RunConfig, batches: Batches, state: Any, first: int, last: int
     ) -> tuple[Any, StepResults]:
-        """Steps from `first` to `last`, or until the loss is not finite. Uses up the state."""
+        """Steps from `first` to `last`, or until the loss is not finite. Donates the state."""
         fixed = np.float32(config.learning_rate), self.setup.weights, np.uint32(config.seed)
         carry = first_carry(first, state, self.metrics)
         if self.setup.chained:
@@ -340,8 +354,7 @@ class RunProgram(NamedTuple):
             for step in range(first, last):
                 carry = self.advance_compiled(batches.at(step), *fixed, carry)
                 # Many collectives in a queue may block each other on CPU devices.
-                devices = carry.finite.sharding.device_set
-                if next(iter(devices)).platform == "cpu" and not carry.finite:
+                if _platform_of(carry.finite) == "cpu" and not carry.finite:
                     break
         step = int(carry.step)
         results = jax.device_get((carry.totals, carry.state.optimizer.norms))
@@ -361,9 +374,10 @@ class RunProgram(NamedTuple):
 def build_program(
     config: RunConfig, data: str | PathLike | None = None, mesh: Mesh | None = None
 ) -> RunProgram:
-    """The program of a resolved config; the newest are kept for configs that share one.
+    """The program of a resolved config, from a cache of the newest ones where possible.
 
-    Rules of one RuleConfig share it too, whatever their weights.
+    Configs that differ only in label, learning rate, seed or record_every share a program, and so
+    do rules that differ only in their weights.
     """
     rule = load_rule(config.optimizer)
     shared = replace(config, optimizer="", learning_rate=1.0, seed=0, label=None, record_every=1)
@@ -389,7 +403,7 @@ def _compile_program(
     compiled = advanced.compile()
     evaluate = jax.jit(partial(_evaluate, setup), out_shardings=_everywhere(mesh))
     with in_mesh(mesh):
-        evaluated = evaluate.lower(setup.given, setup.abstract, np.int32(0))
+        evaluated = evaluate.lower(setup.step_data, setup.abstract, np.int32(0))
     check_metric(setup, evaluated.out_info)
     memory = compiled.memory_analysis()
     return RunProgram(
@@ -403,14 +417,14 @@ def _compile_program(
 
 
 def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """The shapes of a step's metrics, and the training step ready to be compiled.
+    """The shapes of a step's metrics, and the lowered training step.
 
-    Nothing is allocated if the setup was made without data.
+    Nothing is allocated if the setup is blank.
     """
     mesh, everywhere = setup.mesh, _everywhere(setup.mesh)
     metrics = jax.eval_shape(
         lambda data, state, key: setup.trainer(data).step(state, key)[1],
-        setup.given,
+        setup.step_data,
         setup.abstract,
         jax.random.key(0),
     )
@@ -424,7 +438,7 @@ def lower_advance(setup: Setup) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
     last = [np.int32(0)] if setup.chained else []
     fixed = np.float32(0), setup.weights, np.uint32(0)
     with in_mesh(mesh):
-        return metrics, advance.lower(setup.given, *fixed, carry, *last)
+        return metrics, advance.lower(setup.step_data, *fixed, carry, *last)
 
 
 def _step(setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry) -> Carry:
@@ -440,8 +454,7 @@ def _step(setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry
 def _chain(
     setup: Setup, data: Any, rate: Array, weights: Any, seed: Array, carry: Carry, last: Array
 ) -> Carry:
-    """Steps up to `last`, which is not compiled in: every step is the same, however many there
-    are."""
+    """Steps up to `last`, an argument, so that any number of steps shares one program."""
     return jax.lax.while_loop(
         lambda carry: (carry.step < last) & carry.finite,
         lambda carry: _step(setup, data, rate, weights, seed, carry),
@@ -450,7 +463,7 @@ def _chain(
 
 
 def _evaluate(setup: Setup, data: Any, state: Any, number: Array) -> dict[str, Array]:
-    """The validation, or that number of its batches if they come one by one."""
+    """The validation metrics: of all batches or, without a chain, of that number alone."""
     key = jax.random.key(VALIDATION_KEY)
     if not setup.chained:
         key = jax.random.split(key, setup.config.evaluation_batches)[number]
@@ -471,11 +484,11 @@ def _keys(seed: Array | int) -> tuple[Array, Array]:
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """What the run would be: sizes, bytes, tokens, learning rates; raises if it cannot be built.
+    """The sizes, bytes, tokens and learning rates of a run; raises if it cannot be built.
 
     The training step and the validation are traced with abstract arrays: shapes that do not fit
-    are found, nothing is allocated or compiled. A rule file may be missing still: a shipped rule
-    then stands in for it, and `optimizer` says so.
+    raise, nothing is allocated or compiled. A rule file that does not exist yet is replaced by a
+    shipped rule, and `optimizer` says so.
 
     >>> facts = describe(RunConfig("lm30m", "adamw"))
     >>> facts["parameters"], facts["tokens"]
@@ -489,7 +502,9 @@ def describe(config: RunConfig) -> dict[str, Any]:
         trainer = setup.trainer(data)
         return trainer.step(state, key)[0], trainer.evaluate(state, key)
 
-    state, valid = jax.eval_shape(step_and_validate, setup.given, setup.abstract, jax.random.key(0))
+    state, valid = jax.eval_shape(
+        step_and_validate, setup.step_data, setup.abstract, jax.random.key(0)
+    )
     _check_same_state(state, setup.abstract)
     check_metric(setup, valid)
     assert config.steps is not None
@@ -511,11 +526,11 @@ def describe(config: RunConfig) -> dict[str, Any]:
 
 
 def stand_in(optimizer: str) -> tuple[str, Rule] | None:
-    """The name and a rule for a rule file that is not there yet; None for any other optimizer.
+    """A name and a rule in place of a rule file that does not exist; None for other optimizers.
 
-    Celo2-base, if "base" is in the path: who updates what decides the size of the state. The
-    MLP's widths, the decays' values, form and norm change nothing that a dry run shows. For VeLO
-    and Celo an untrained rule of the official size.
+    It is celo2-base if "base" is in the path, since the size of the state depends on who updates
+    what; the MLP's widths, the decays' values, form and norm change nothing that a dry run shows.
+    For VeLO and Celo it is an untrained rule of the official size.
 
     >>> stand_in("runs/base-wide/rule.safetensors")[0]
     'celo2-base'
@@ -534,7 +549,7 @@ def stand_in(optimizer: str) -> tuple[str, Rule] | None:
 
 
 def _rates(config: RunConfig, updates: int) -> dict[int, float]:
-    """The learning rate at a few updates: first, end of the warm-up, half-way, last."""
+    """The learning rate at the first update, the end of the warm-up, half-way and the last."""
     shape = schedule_shape(config, updates)
     counts = sorted({0, round(config.warmup * updates), updates // 2, updates - 1})
     return {
@@ -544,7 +559,7 @@ def _rates(config: RunConfig, updates: int) -> dict[int, float]:
 
 
 def _check_same_state(after: Any, before: Any) -> None:
-    """A step must not change its state's shapes, or it could not be repeated."""
+    """Raises a ValueError if a step changes the shapes or dtypes of its state."""
     ours, theirs = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (after, before))
     if ours != theirs:
         raise ValueError("the optimizer changes the shapes or dtypes of its state in a step.")

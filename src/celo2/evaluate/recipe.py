@@ -70,15 +70,15 @@ OWN_KEYS = ("learning_rate", "learning_rates", "weight_decay", "weight_decays", 
 
 
 class TrainedRule(NamedTuple):
-    """A rule that a recipe meta-trains before its runs, and what they compute with its weights."""
+    """A rule that a recipe meta-trains before its runs."""
 
     folder: Path  # of the meta-training run, which equal configs share
     config: MetaConfig
-    used: RuleConfig
+    used: RuleConfig  # what the runs compute with its weights
 
     @property
     def file(self) -> Path:
-        """What the runs load."""
+        """The rule file that the runs load."""
         changes = differences(self.used, self.config.rule)
         return self.folder / (f"{_name('at-test', changes)}.safetensors" if changes else RULE)
 
@@ -109,7 +109,7 @@ class Recipe:
         return tasks
 
     def warnings(self) -> list[str]:
-        """What is unfair about the comparison."""
+        """What makes the comparison unfair, in sentences."""
         tuned = {task: count_runs(_tuned(runs)) for task, runs in self.by_task().items()}
         found = [
             f"on {task} the optimizers have different tuning budgets: "
@@ -129,11 +129,12 @@ def read_recipe(
 ) -> Recipe:
     """The recipe in a TOML file; a ValueError names what is wrong in it.
 
-    `out` is the folder of its sweep, where the rules that it trains are; runs/NAME by default.
-
-    `also` maps labels of further rows to their rules: each is tuned as the recipe tunes celo2.
-    A rule for VeLO or Celo has the label `velo` or `celo`, or is given as `velo=FILE`, and is not
-    tuned.
+    Args:
+        path: the file.
+        also: labels of further optimizers and their rules, each tuned as the recipe tunes celo2.
+            A rule for VeLO or Celo has the label `velo` or `celo`, or is given as `velo=FILE`, and
+            is not tuned.
+        out: the folder of its sweep, which has the rules that it trains; runs/NAME by default.
     """
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
@@ -143,7 +144,7 @@ def read_recipe(
 
 
 def parse_recipe(content: Mapping[str, Any], name: str, out: str | Path | None = None) -> Recipe:
-    """The recipe that a TOML file's content means."""
+    """The recipe in a TOML file's content."""
     for key in content:
         if key not in KEYS:
             raise ValueError(f"{key!r} is not one of {', '.join(KEYS)}.")
@@ -177,7 +178,8 @@ def parse_recipe(content: Mapping[str, Any], name: str, out: str | Path | None =
                 raise ValueError(f"{where}: {error}") from error
     texts = {key: str(content[key]).strip() for key in TEXTS if key in content}
     finals = _seeds(content, "final_seeds")
-    return Recipe(name, unique(runs), finals, texts, unique(rules.values()))
+    unique_runs = tuple(dict.fromkeys(runs))
+    return Recipe(name, unique_runs, finals, texts, tuple(dict.fromkeys(rules.values())))
 
 
 def _trained_rules(content: Mapping[str, Any], folder: Path) -> dict[str, TrainedRule]:
@@ -210,7 +212,7 @@ def _trained_rules(content: Mapping[str, Any], folder: Path) -> dict[str, Traine
 
 
 def _name(first: str, changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """A file's name that says what is changed.
+    """A file's name that lists the changes.
 
     >>> _name("celo2", {"rule.hidden": ([4, 4], [8, 8])})
     'celo2_hidden-4-4'
@@ -220,13 +222,8 @@ def _name(first: str, changes: Mapping[str, tuple[Any, Any]]) -> str:
     return name if len(name) <= NAME_LENGTH else f"{first}_{digest_json(changes)[:8]}"
 
 
-def unique(found: Iterable[Any]) -> tuple:
-    """Each once, in their order."""
-    return tuple(dict.fromkeys(found))
-
-
 def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
-    """The recipe's runs of these optimizers; of all if there are none."""
+    """The recipe with the runs of these labels only; all runs if no labels are given."""
     known = list(dict.fromkeys(str(config.label) for config in recipe.runs))
     for label in labels:
         if label not in known:
@@ -239,7 +236,7 @@ def choose(recipe: Recipe, labels: Sequence[str]) -> Recipe:
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """A label and a rule.
+    """The label and the rule in LABEL=RULE.
 
     >>> split_label("mine=runs/mine/rule.safetensors")
     ('mine', 'runs/mine/rule.safetensors')
@@ -251,7 +248,7 @@ def split_label(text: str) -> tuple[str, str]:
 
 
 def count_all_runs(recipe: Recipe) -> int:
-    """The runs of both stages, unless all of an optimizer's diverge."""
+    """The number of runs in both stages, assuming that every optimizer has a score."""
     seeds = set(recipe.final_seeds) - {config.seed for config in recipe.runs}
     return len(recipe.runs) + len(seeds) * sum(len(row) for row in recipe.budgets().values())
 
@@ -259,7 +256,7 @@ def count_all_runs(recipe: Recipe) -> int:
 def _with_rules(content: Mapping[str, Any], rules: Mapping[str, str]) -> Mapping[str, Any]:
     """The content with a further optimizer for each rule, tuned as celo2 is.
 
-    VeLO and Celo need no tuning: theirs is one run.
+    VeLO and Celo are not tuned: they have one run each.
     """
     optimizers = content.get("optimizers", {})
     further = {}
@@ -299,7 +296,7 @@ def _check_table(name: str, table: Any, elsewhere: Mapping[str, str] = NAMED_ELS
 
 
 def _merge(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of all levels, of which the last counts, also where it is one rate, not many."""
+    """The fields of all levels; later ones override earlier ones, in singular or plural."""
     merged: dict[str, Any] = {}
     for level in levels:
         for one, many in (("learning_rate", "learning_rates"), ("weight_decay", "weight_decays")):
@@ -312,7 +309,7 @@ def _merge(*levels: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
-    """Its learning rates, then its weight decays."""
+    """Yields its learning rates, then its weight decays."""
     rates = base.get("learning_rates", base.get("learning_rate"))
     if rates is None:
         raise ValueError(f"{where} has no learning_rates.")
@@ -332,7 +329,7 @@ def _grid(base: Mapping[str, Any], where: str) -> Iterator[list[float]]:
 
 
 def _spaced(span: Mapping[str, Any]) -> list[float] | None:
-    """`count` numbers from low to high at equal ratios; None where that cannot be."""
+    """`count` numbers from low to high at equal ratios; None if the table is malformed."""
     if set(span) != {"low", "high", "count"} or type(span["count"]) is not int:
         return None
     if any(type(span[end]) not in (int, float) for end in ("low", "high")):
@@ -343,12 +340,12 @@ def _spaced(span: Mapping[str, Any]) -> list[float] | None:
     return [float(f"{value:.3g}") for value in spaced]
 
 
-# Another value of these makes another problem; schedules and the like are an optimizer's own.
+# Runs that differ in these solve different problems; schedules and the like belong to optimizers.
 WORK = ("steps", "batch", "evaluation_batches", "text", "precision")
 
 
 def _tuned(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """The runs without those of VeLO and Celo that are not tuned: one setting, as they come."""
+    """The runs without those of VeLO and Celo at a single setting, which are not tuned."""
     settings: dict[Any, set[tuple[float, float]]] = {}
     for config in configs:
         tried = settings.setdefault(config.label, set())
@@ -362,7 +359,7 @@ def count_runs(configs: Iterable[RunConfig]) -> dict[str, int]:
 
 
 def unlike_work(configs: Sequence[RunConfig]) -> list[str]:
-    """For every field that makes another problem and differs, who has which value.
+    """For every field of WORK that differs between runs, which label has which value.
 
     >>> unlike_work([RunConfig("a", label="x", steps=1), RunConfig("a", label="y", steps=2)])
     ['steps differ (x 1, y 2)']
@@ -372,7 +369,7 @@ def unlike_work(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def unlike_data(records: Iterable[Sequence[Row]]) -> str | None:
-    """Who was trained on which data, if these runs were not all on the same; else None."""
+    """Which label was trained on which data, if the runs differ in that; else None."""
     starts = [row for rows in records for row in rows if row.get("kind") == "start"]
     found = [(row["config"]["label"], str(row.get("data"))[:8]) for row in starts]
     return f"data differ (SHA-256 {_list(found)})" if _differ(found) else None

@@ -68,7 +68,7 @@ READ = (
 
 
 def write_page(sweep: Sweep, out: str | PathLike) -> Path:
-    """Writes the page of a sweep that was read, and gives its path."""
+    """Writes the page of a sweep and returns its path."""
     page = build_page(sweep)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(out), page.encode())
@@ -100,7 +100,7 @@ def build_page(sweep: Sweep) -> str:
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
-    """Where the records come from; what differs between runs is given in all its forms."""
+    """The origin of the records; where runs differ, every value is listed."""
     rows = [row for run in sweep.runs for row in run.rows]
     starts = [row for row in rows if row.get("kind") == "start"]
     started = [row for row in rows if row.get("versions")]

@@ -1,6 +1,6 @@
-"""Where a run's arrays are on a mesh of devices: data, batches, parameters, optimizer state.
+"""How a run's arrays are sharded over a mesh: data, batches, parameters, optimizer state.
 
-Everything here also takes no mesh, which is a single device.
+Where a mesh may be None, that is a single device.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -20,14 +21,14 @@ from celo2.tasks import Part, Split, Stream
 # Layers whose outputs, or inputs, are sharded over the model axis.
 BY_COLUMNS = ("q", "k", "v", "up", "lm_head")
 BY_ROWS = ("o", "down", "embed")
-SMALLEST = 2  # axes of a tensor that is cut; smaller ones are on every device
+SMALLEST = 2  # axes of a tensor that is sharded; those with fewer are replicated
 
 
 class Batches:
-    """What a step or a validation is given as its data.
+    """The data of each step or validation batch: a task's arrays, or batches of its stream.
 
-    Batches are read ahead while the devices work. Asking for the steps in order is fast; any other
-    step is found as well.
+    Batches are read ahead while the devices work, in the order of steps; any other order works but
+    is slow.
     """
 
     def __init__(self, data: Any, split: Split, seed: int, mesh: Mesh | None):
@@ -51,21 +52,21 @@ class Batches:
 
 
 def in_mesh(mesh: Mesh | None) -> AbstractContextManager:
-    """Where optimizers find the mesh, to choose what its devices share."""
+    """A context in which `mesh` is set, where optimizers find it."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def place_arrays(data: Any, mesh: Mesh | None) -> Any:
-    """A task's arrays on every device."""
-    if mesh is None or data is None:
-        return data
-    return jax.device_put(jax.tree.map(np.asarray, data), NamedSharding(mesh, P()))
+def place_arrays(arrays: Any, mesh: Mesh | None) -> Any:
+    """A task's or a rule's arrays, replicated on every device."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, arrays)
+    return jax.device_put(jax.tree.map(np.asarray, arrays), NamedSharding(mesh, P()))
 
 
 def place_batch(rows: Any, example: Any, mesh: Mesh | None) -> Any:
-    """The batch on the devices, of which `rows` are those of this process."""
+    """The batch on the devices; `rows` are this process's part of it."""
     if mesh is None:
-        return jax.tree.map(jax.numpy.asarray, rows)
+        return jax.tree.map(jnp.asarray, rows)
     sharding = NamedSharding(mesh, P(DATA))
 
     def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
@@ -75,7 +76,7 @@ def place_batch(rows: Any, example: Any, mesh: Mesh | None) -> Any:
 
 
 def batch_shapes(stream: Stream, mesh: Mesh | None) -> Any:
-    """A batch of the stream, and its place if there is a mesh."""
+    """The shapes of a batch of the stream, with shardings if there is a mesh."""
     if mesh is None:
         return stream.example
     return on_mesh(stream.example, jax.tree.map(lambda _: P(DATA), stream.example), mesh)
@@ -89,7 +90,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def check_batch(batch: int | None, accumulate: int, mesh: Mesh) -> None:
-    """Raises a ValueError unless every part of a batch can be shared by the data axis."""
+    """Raises a ValueError unless every part of a batch divides over the data axis."""
     if batch is not None and batch % (accumulate * mesh.shape[DATA]):
         raise ValueError(
             f"batch={batch} in {accumulate} parts cannot be shared by {mesh.shape[DATA]} devices "
@@ -108,7 +109,7 @@ def parameter_specs(params: Any, mesh: Mesh) -> Any:
 
 
 def leaf_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
-    """How one parameter is cut, by its path and shape.
+    """The PartitionSpec of one parameter, from its path and shape.
 
     >>> tuple(leaf_spec("block_0/mlp/up/kernel", (64, 256), {"data": 4, "model": 2}))
     ('data', 'model')
@@ -120,7 +121,7 @@ def leaf_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
     side = len(shape) - 1 if layer in BY_COLUMNS else len(shape) - 2
     if layer in BY_COLUMNS + BY_ROWS and _divides(sizes[MODEL], shape[side]):
         axes[side] = MODEL
-    # The longer of the last two sides, the columns of a square: what is left of them.
+    # The longer of the last two sides, or the columns of a square, if it is not taken yet.
     for side in sorted((len(shape) - 1, len(shape) - 2), key=lambda i: -shape[i]):
         if axes[side] is None and _divides(sizes[DATA], shape[side]):
             axes[side] = DATA
@@ -131,7 +132,7 @@ def leaf_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
 def optimizer_specs(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: Mesh) -> Any:
     """PartitionSpecs of the optimizer's state for parameters of these shapes and specs.
 
-    Found by tracing `init` with shardings as part of the types, so it holds for any optimizer.
+    `init` is traced with shardings as part of the types, which works for any optimizer.
     """
     explicit = AbstractMesh(
         mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
@@ -146,7 +147,7 @@ def optimizer_specs(tx: optax.GradientTransformation, params: Any, specs: Any, m
 
 
 def on_mesh(abstract: Any, specs: Any, mesh: Mesh) -> Any:
-    """The shapes with their places."""
+    """The shapes with shardings from these specs."""
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         abstract,

@@ -38,7 +38,7 @@ U = TypeVar("U")
 
 
 class MadeRule(NamedTuple):
-    """A rule that is there, or why it is not."""
+    """A rule that was trained, or why it was not."""
 
     rule: TrainedRule
     error: str | None = None
@@ -51,37 +51,38 @@ def make_rules(
     first: int = 0,
     stop: Stop = lambda: False,
 ) -> Iterator[MadeRule]:
-    """Meta-trains a recipe's rules and yields each when it is there.
+    """Meta-trains a recipe's rules and yields each when it is trained.
 
-    Rules that are there are left alone, broken runs resumed; one that diverges does not stop the
+    Trained rules are skipped and interrupted runs resumed; one that diverges does not stop the
     others.
 
     Args:
         rules: what to train.
         data: folder of the image sets; by default CELO2_DATA, else the cache folder.
         first: the rule to begin with; processes that share a sweep begin at different ones.
-        stop: asked now and then; True saves the run under way and ends.
+        stop: asked now and then; True saves the current run and ends.
     """
     made = _make_each(
         [*rules[first:], *rules[:first]], lambda rule: _make_rule(rule, data, stop), stop
     )
-    yield from filter(None, made)  # but for one that was stopped
+    yield from filter(None, made)  # without one that was stopped
 
 
 def without_missing(recipe: Recipe, made: Iterable[MadeRule]) -> Recipe:
-    """The recipe without the runs whose rule was to be made and is not there."""
-    there = {str(rule.rule.file) for rule in made if rule.error is None}
-    missing = {str(rule.file) for rule in recipe.rules} - there
+    """The recipe without the runs whose rule could not be trained."""
+    trained = {str(rule.rule.file) for rule in made if rule.error is None}
+    missing = {str(rule.file) for rule in recipe.rules} - trained
     return replace(recipe, runs=tuple(c for c in recipe.runs if c.optimizer not in missing))
 
 
 def _make_each(items: Sequence[T], make: Callable[[T], U], stop: Stop) -> Iterator[U]:
-    """What `make` makes of each item; those that another process has at hand come last."""
+    """Yields `make(item)` for each item; those locked by another process are tried again later."""
     waiting = list(items)
     while waiting:
         taken = []
         for item in waiting:
-            if some_process(stop())[0]:  # also: none continues before all have ended the last one
+            # All processes wait here for each other, so that they work on the same item.
+            if some_process(stop())[0]:
                 return
             try:
                 made = make(item)
@@ -100,7 +101,7 @@ def _make_rule(rule: TrainedRule, data: str | PathLike | None, stop: Stop) -> Ma
         if not _is_trained(rule):
             for _ in metatrain(rule.config, rule.folder, data=data, resume=True, stop=stop):
                 pass
-            some_process(False)  # all wait until the first has written the rule
+            some_process(False)  # wait until process 0 has written the rule
     except Diverged as error:
         return MadeRule(rule, str(error))
     trained = _is_trained(rule)
@@ -111,7 +112,7 @@ def _make_rule(rule: TrainedRule, data: str | PathLike | None, stop: Stop) -> Ma
 
 
 def _is_trained(rule: TrainedRule) -> bool:
-    """Whether the rule's file is that of the whole run."""
+    """Whether the rule's file is the result of the complete run."""
     try:
         origin = load(rule.folder / RULE).origin
     except FileNotFoundError:
@@ -132,8 +133,8 @@ def sweep(
 ) -> Iterator[Outcome]:
     """Makes every run of the recipe under `out`, and yields each as it ends.
 
-    Finished runs are only read, broken ones resumed; one that diverges or fails does not stop the
-    others. The best of each optimizer is run with the final seeds when all others have ended.
+    Finished runs are only read and interrupted ones resumed; one that diverges or fails does not
+    stop the others. When all have ended, the best of each optimizer is run with the final seeds.
     `sweep.json` lists the runs of both stages by the names of their folders.
 
     Args:
@@ -144,7 +145,7 @@ def sweep(
             make each run together.
         first: the tuning run to begin with; processes that share a sweep begin at different ones.
         part: the recipe is only some optimizers of a sweep: leave the others in `sweep.json`.
-        stop: asked now and then; True saves the run under way and ends the sweep.
+        stop: asked now and then; True saves the current run and ends the sweep.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ def sweep(
 
 
 def _finals(recipe: Recipe, tuning: Sequence[Outcome]) -> tuple[RunConfig, ...]:
-    """The final runs of what is best by the records, in which all processes see the same."""
+    """The final runs of the best settings, by the records, which all processes read alike."""
     entries = [entry for entries in compare(tuning).values() for entry in entries]
     return recipe.finals([entry.best.config for entry in entries if entry.best.score is not None])
 
@@ -184,7 +185,7 @@ def _make_run(found: Outcome, folder: Path, stop: Stop, **options: Any) -> Outco
     target = folder / found.name
     try:
         rows = list(run(found.config, target, resume=True, stop=stop, **options))
-        some_process(False)  # all wait until the first has written its records
+        some_process(False)  # wait until process 0 has written its records
     except RunTaken:
         raise
     except Exception as error:  # whatever a task, an optimizer or a disk may raise
@@ -220,7 +221,7 @@ def _write_index(folder: Path, recipe: Recipe, part: bool, finals: Sequence[RunC
 def share_sweep(
     options: Sequence[str], devices: Sequence[str], runs: int, stop: StopRequest
 ) -> bool:
-    """Has as many processes as there are devices make a sweep's runs; True if one ended badly.
+    """Makes a sweep's runs in one process per device; returns whether any of them failed.
 
     Args:
         options: of `celo2 sweep`, the same for all.
@@ -254,7 +255,7 @@ def share_sweep(
 
 
 def _on_cores(index: int, count: int) -> Callable[[], None] | None:
-    """What gives a process its part of the cores; XLA makes as many threads as it may use."""
+    """A function that gives a process its part of the cores, since XLA starts a thread on each."""
     if not hasattr(os, "sched_setaffinity") or cores() < count:
         return None
     mine = sorted(os.sched_getaffinity(0))[index::count]

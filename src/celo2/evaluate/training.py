@@ -1,8 +1,7 @@
 """One training run in a folder of its own.
 
-The folder holds `config.json` (what the run is), `records.jsonl` (what happened), `lock`, and
-`checkpoints` while it is under way. The records are JSON objects, one a line, in this order; NaN
-and infinities are null:
+The folder holds `config.json`, `records.jsonl`, `lock`, and `checkpoints` until the run has ended.
+The records are JSON objects, one a line, in this order; NaN and infinities are null:
 
     start   once. step 0, time (Unix), config (every field of RunConfig, resolved), rule (SHA-256
             of the rule, null without one), data (SHA-256), metric and higher_is_better (by which
@@ -14,9 +13,8 @@ and infinities are null:
             of the latest update, by group: update_rms, with the learning rate in it, and
             param_rms, of the parameters before it; seconds (of training so far, without
             compilation and validation).
-    resume  where a later process went on: step, time, versions, hardware.
-    warning where something went wrong that the run survived, such as a damaged checkpoint: step,
-            cause.
+    resume  where another process resumed the run: step, time, versions, hardware.
+    warning for a problem that did not end the run, such as a damaged checkpoint: step, cause.
     failed  written by a sweep: error. The run is tried again when the sweep is.
     end     last. step, finished (true), diverged (whether the loss was not finite, which ends a
             run early), metrics (of the last validation, null if diverged), score (the metric by
@@ -64,8 +62,8 @@ def run(
     A run that was stopped has no end row; one that is finished already yields its end row only.
 
     Args:
-        config: what the run is.
-        out: its folder, which only one process may write.
+        config: the run.
+        out: its folder; one process at a time may write to it.
         data: folder of the data files; by default CELO2_DATA, else the cache folder.
         mesh: the devices to train on, in axes `data` and `model`; by default one device. Several
             processes need one over all their devices, and a file system that they share.
@@ -105,7 +103,7 @@ def end_row(path: Path) -> Row | None:
 
 @dataclass
 class TrainingRun:
-    """What a run is, and what it remembers besides its state."""
+    """A run, and what changes during it besides the trainer's state."""
 
     config: RunConfig
     program: RunProgram
@@ -176,7 +174,7 @@ def _validate(run: TrainingRun, state: Any, step: int) -> Row:
 
 
 def _start_row(run: TrainingRun) -> Row:
-    """All that decides the run, and what it runs on."""
+    """The start row: the config, rule, data, sizes, versions and hardware."""
     setup = run.program.setup
     return {
         "kind": "start",
@@ -192,7 +190,7 @@ def _start_row(run: TrainingRun) -> Row:
 
 
 def _end_row(run: TrainingRun, state: Any, step: int) -> Row:
-    """What came of the run; one without a finite score has diverged."""
+    """The end row; a run without a finite score has diverged."""
     if run.metrics is None and not run.diverged:  # resumed at its end, its valid row recorded
         _validate(run, state, step)
     metrics = None if run.diverged else run.metrics
@@ -218,7 +216,7 @@ def _about() -> Row:
 
 
 def _check_finished(folder: RunFolder, config: RunConfig) -> None:
-    """Refuses a finished run of another config or rule; its data are not looked at."""
+    """Raises a RunRefused if a finished run has another config or rule; data are not compared."""
     stored = folder.read_config()  # none where the records were unpacked
     if stored is None:
         return

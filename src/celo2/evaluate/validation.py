@@ -1,4 +1,4 @@
-"""A rule beside other optimizers on the validation suite, which is a recipe like any other."""
+"""Compares a rule with other optimizers on the validation suite, an ordinary recipe."""
 
 import math
 import tomllib
@@ -74,7 +74,7 @@ def validation_recipe(
 
 
 def judge(recipe: Recipe, outcomes: Sequence[Outcome], rule: str) -> dict[str, Any]:
-    """The results of a rule, as JSON, relative to the other optimizers of the recipe.
+    """The results of a rule relative to the other optimizers of the recipe, as JSON.
 
     `score` is the mean of log(loss / the baseline's loss) over tasks and seeds, the baseline being
     the first of the others; `against` has it for each of them. `error` is its standard error over
@@ -111,7 +111,7 @@ def judge(recipe: Recipe, outcomes: Sequence[Outcome], rule: str) -> dict[str, A
 def relative_score(
     ours: Mapping[str, Entry], theirs: Mapping[str, Entry]
 ) -> dict[str, float | None]:
-    """The mean of log(our loss / their loss), and its standard error; tasks count alike."""
+    """The mean of log(our loss / their loss) and its standard error; tasks have equal weight."""
     means, squares = [], []
     for task, entry in ours.items():
         mine, other = (
@@ -140,7 +140,7 @@ def _result(entry: Entry) -> dict[str, Any]:
 
 
 def as_table(result: Mapping[str, Any]) -> str:
-    """What `judge` found, for people: a line for each task, then the relative scores."""
+    """The result of `judge` as a table: a row for each task, then the relative scores."""
     columns = {result["rule"]: result, **result["optimizers"]}
     rows = [["task", *(label[-24:] for label in columns)]]
     for task in result["problems"]:

@@ -11,14 +11,14 @@ from celo2.rule import CLIP, FACTORED_EPSILON, RMS_EPSILON, RuleConfig, feature_
 
 
 class Plane(NamedTuple):
-    """A column as large as the tensor: `value`, times factors along rows and columns if any."""
+    """A column as large as the tensor: `value`, times `factors` that broadcast against it."""
 
     value: Array
     factors: tuple[Array, ...] = ()
 
 
 class Features(NamedTuple):
-    """All columns, not yet normalised, in groups that go with one part of the first layer each."""
+    """All columns, not yet normalised, in the groups of `split_first_layer`."""
 
     planes: list[Plane]
     # Row and column features, (columns, …): constant along the largest or the second largest axis,

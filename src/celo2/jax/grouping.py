@@ -1,6 +1,6 @@
 """One compiled body for all tensors of a shape, and whole matrices for each device of a mesh.
 
-Neither changes what is computed: with a plain call for each tensor the results are the same.
+Neither changes the results, which are those of a plain call for each tensor.
 """
 
 import functools
@@ -21,15 +21,15 @@ def for_each_group(
     jobs: list[tuple[Hashable, Any]],
     roles: list[str],
 ) -> list[Any]:
-    """The results for all jobs, where `function` gives those of a group that can share a loop.
+    """The results of all jobs; `function` is called once for each group that can share a loop.
 
     Args:
-        function: from the constant of a group and its trees to as many results.
+        function: (constant, trees) -> results, one for each tree of a group.
         jobs: a constant and a tree of arrays for each tensor; those of a group agree in the
             constant and in the arrays' shapes, dtypes and shardings.
-        roles: a name for each job. On a mesh with automatic axes nobody knows a sharding under
-            jit, and a loop over tensors that are sharded differently would reshard whole tensors;
-            there a group has jobs of one role only.
+        roles: a name for each job. On a mesh with automatic axes shardings are unknown under jit,
+            and a loop over tensors that are sharded differently would reshard whole tensors; there
+            a group has jobs of one role only.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, ((static, job), role) in enumerate(zip(jobs, roles, strict=True)):
@@ -76,7 +76,7 @@ def for_each(function: Callable[[Any], Any], members: list[Any]) -> list[Any]:
 
 def loop(function: Callable[[Any], Any], members: list[Any]) -> Any:
     """The results of `function` on each member, stacked."""
-    # Only the loop for the platform at hand is compiled. Both are traced: jit keeps the trace.
+    # Only the loop for the current platform is compiled. Both are traced: jit keeps the trace.
     function = jax.jit(function)
     return lax.platform_dependent(
         members,
@@ -86,7 +86,7 @@ def loop(function: Callable[[Any], Any], members: list[Any]) -> Any:
 
 
 def _loop_in_place(function: Callable[[Any], Any], members: list[Any]) -> Any:
-    """A switch picks each member where it is: stacking would take 24 bytes per parameter."""
+    """A switch selects each member in place: stacking would take 24 bytes per parameter."""
     picks = [lambda member=member: member for member in members]
     _, stacked = lax.scan(
         lambda _, i: (None, function(lax.switch(i, picks))), None, jnp.arange(len(members))
@@ -108,13 +108,13 @@ def unstack(stacked: Any, n: int) -> list[Any]:
 
 
 def _unstack_by_one_kernel(stacked: Any, n: int) -> list[Any]:
-    """`unstack` at places that XLA does not know when it compiles.
+    """`unstack` at indices that are unknown when XLA compiles.
 
-    XLA compiles equal kernels once, but those that read from different constant places are not
+    XLA compiles equal kernels once, but kernels that read from different constant indices are not
     equal: a kernel per tensor would take most of the compile time.
     """
     places = tuple(map(jnp.uint32, range(n)))
-    # It would see through a single round, and through a number that does not change.
+    # XLA would simplify a loop with a single iteration or a carry that does not change.
     opaque = lax.fori_loop(0, 2, lambda _, old: places, (jnp.uint32(n),) * n)
     return [
         jax.tree.map(lambda x, i=i: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
@@ -131,19 +131,19 @@ def is_worth_redistributing(mesh: AbstractMesh, count: int) -> bool:
 def redistributed(
     function: Callable[..., tuple[Array, Any]], mesh: AbstractMesh
 ) -> Callable[..., tuple[Array, Any]]:
-    """`function`, which treats the members of a stack apart, with whole members on each device.
+    """`function`, which treats the members of a stack separately, with whole members per device.
 
-    What it takes and returns besides the stack is small, and left to XLA.
+    Its other arguments and results are small; their shardings are left to XLA.
 
-    Newton–Schulz of a matrix that is sharded over devices sends it around several times at every
-    iteration. Here every device gets whole matrices, works alone, and gives them back, which sends
-    each of them twice in all.
+    Newton–Schulz of a matrix that is sharded over devices communicates several times in every
+    iteration. Here every device gets whole matrices, works alone, and returns them, so that each
+    is sent only twice.
     """
 
     def on_whole_members(stack: Array, *rest: Any) -> tuple[Array, Any]:
         axes = mesh.axis_names
-        # One axis of the mesh after the other, there and back: XLA knows a single exchange for
-        # each, and would gather the whole stack for all at once.
+        # One axis of the mesh after the other, there and back: each is a single exchange, while
+        # all at once would make XLA gather the whole stack.
         for count in range(len(axes) + 1):
             stack = _shard_members(mesh, axes[:count], stack)
         stack, found = function(stack, *rest)

@@ -1,6 +1,6 @@
 """VeLO and Celo as Optax transformations: an LSTM reads time and loss and steers a small MLP.
 
-`velo` and `celo` are what people use. They differ in what the LSTM sees and in what it controls,
+`velo` and `celo` are the optimizers. They differ in what the LSTM reads and in what it controls,
 and share the rest, which follows in the order of an update: the loss, the LSTM, the MLP.
 """
 
@@ -46,7 +46,7 @@ SHORTEST_MEAN = 10.0  # steps, of the fastest running mean
 NO_MINIMUM = 999999999999.0
 SPIKE = 2.0  # a loss counts as at most so many times the largest running mean
 MEAN_FLOOR = 1e-8
-QUIET_UPDATES = 2  # the first ones, in which nothing is said of the loss
+QUIET_UPDATES = 2  # the first ones, in which the features of the loss are zero
 
 # The LSTM and its inputs.
 FRACTION_SCALE = 10.0
@@ -63,7 +63,7 @@ STEP = 1e-3  # the published factor on every step
 
 
 class LstmState(NamedTuple):
-    """What VeLO or Celo remembers, float32 but for the count.
+    """The state of VeLO or Celo, float32 except for the count.
 
     `rows` and `cols` are in the shape of the tensor's matrix view, with length 1 along the axis
     they were reduced over.
@@ -157,7 +157,8 @@ def _steered(
     def init(params: optax.Params) -> LstmState:
         check_leaves(params)
         _check_filled(params)
-        tensors = len(jax.tree.leaves(params)) if optimizer == "velo" else 1
+        leaves, treedef = jax.tree.flatten(params)
+        tensors = len(leaves) if optimizer == "velo" else 1
         hidden, cell = (
             jnp.repeat(weights[name], tensors, 0) for name in ("lstm.hidden", "lstm.cell")
         )
@@ -167,7 +168,9 @@ def _steered(
             jnp.full(LOSS_MEANS, NO_MINIMUM, jnp.float32),
             hidden,
             cell,
-            *as_trees(Accumulators, jax.tree.map(_init_tensor, params), len(MLP.momentum_decays)),
+            *as_trees(
+                Accumulators, treedef, list(map(_init_tensor, leaves)), len(MLP.momentum_decays)
+            ),
         )
 
     def update(updates, state, params=None, *, value=None, **extra_args):
@@ -204,7 +207,7 @@ def _steered(
             -from_view(step, tensor.view, tensor.stored).astype(grad.dtype)
             for step, tensor, grad in zip(steps, tensors, grads, strict=True)
         ]
-        trees = as_trees(Accumulators, treedef.unflatten(stored), len(MLP.momentum_decays))
+        trees = as_trees(Accumulators, treedef, stored, len(MLP.momentum_decays))
         count = jnp.asarray(optax.safe_increment(state.count))
         return treedef.unflatten(moves), LstmState(count, means, minima, hidden, cell, *trees)
 
@@ -262,7 +265,7 @@ def _check_filled(params: optax.Params) -> None:
 def _check_arguments(
     optimizer: Optimizer, updates: Any, state: LstmState, params: Any, value: Any
 ) -> Array:
-    """The loss, after checking that nothing is missing."""
+    """The loss as float32, after checking all arguments of an update."""
     call = "call tx.update(grads, state, params, value=loss)."
     if params is None:
         raise ValueError(f"{optimizer} needs the current parameters: {call}")
@@ -278,15 +281,15 @@ def _check_arguments(
 
 
 def mean_times(horizon: int) -> Array:
-    """How many updates each running mean of the loss looks back: from 10 to the horizon."""
+    """The time constant of each running mean of the loss in updates, from 10 to the horizon."""
     return jnp.asarray(np.geomspace(SHORTEST_MEAN, horizon, LOSS_MEANS), jnp.float32)
 
 
 def _weight_of(updates: Array | float, times: Array) -> Array:
-    """What the latest updates weigh in a running mean, 1 - decay^updates.
+    """The weight of the latest updates in a running mean, 1 - decay^updates.
 
-    Not written like that, as the published code has it: with a long horizon decay is close to 1,
-    and the difference has few correct digits in float32.
+    The published code computes just that; but with a long horizon decay is close to 1, and the
+    difference has few correct digits in float32.
     """
     return -jnp.expm1(-updates / times)
 
@@ -315,7 +318,7 @@ def read_loss(
 
 
 def time_features(count: Array, num_steps: int) -> Array:
-    """Where in the run an update is, against several fractions of it."""
+    """The position of an update in the run, relative to several fractions of it."""
     fraction = count.astype(jnp.float32) / num_steps
     return jnp.tanh(FRACTION_SCALE * (fraction - jnp.asarray(FRACTIONS, jnp.float32)))
 
@@ -344,7 +347,7 @@ def _read_tensors(progress: Array, tensors: list[Tensor]) -> Array:
 
 
 def tensor_statistics(tensor: Tensor) -> list[Array]:
-    """What VeLO's LSTM sees of a tensor: sizes of its accumulators, and its rank."""
+    """The inputs of VeLO's LSTM for a tensor: sizes of its accumulators, and its rank."""
     momenta, rms = tensor.memory.momentum, tensor.memory.rms
     # Multiplied in last, so that nothing as large as the tensor is kept for several sums.
     scale = lax.rsqrt(jnp.maximum(SCALE_FLOOR, jnp.mean(jnp.square(tensor.param))))
@@ -389,7 +392,7 @@ def _step_size(weights: Weights, hidden: Array) -> Array:
     return _layer(weights, "step_size", hidden)[:, 0]
 
 
-# What the LSTM reads, which for Celo is one row for all tensors, and what it controls.
+# The LSTM's inputs, which for Celo are one row for all tensors, and what its output controls.
 READ: dict[str, Callable[[Array, list[Tensor]], Array]] = {
     "velo": _read_tensors,
     "celo": lambda progress, tensors: progress[None],
@@ -401,8 +404,9 @@ CONTROL: dict[str, Callable[..., tuple[dict[str, Array], Array]]] = {
 
 
 def tensor_step(axes: Axes, tensor: tuple[Weights, Array, Array, Array, Accumulators]) -> Array:
-    """The step of one viewed tensor from its MLP, its factor, and accumulators that have taken
-    the gradient in."""
+    """The step of one viewed tensor from its MLP, its factor, and accumulators that include the
+    gradient.
+    """
     mlp, scale, param, grad, memory = tensor
     grad = clip_gradient(grad)  # again, rather than kept since it was taken in
     first_layer = split_first_layer(MLP, mlp["w0"], True) if axes.matrix else [mlp["w0"]]
@@ -415,7 +419,7 @@ def tensor_step(axes: Axes, tensor: tuple[Weights, Array, Array, Array, Accumula
 
 
 def _build_features(axes: Axes, param: Array, grad: Array, memory: Accumulators) -> Features:
-    """Celo2's features; vectors have those of matrices too, from their whole second moments."""
+    """Celo2's features; vectors also get those of matrices, from unfactored second moments."""
     features = build_features(axes, param, grad, memory, rms_epsilon=INVERSE_RMS_EPSILON)
     if axes.matrix:
         return features

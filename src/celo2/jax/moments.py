@@ -1,4 +1,4 @@
-"""What the rule remembers of a tensor's gradients, and how a new gradient changes it.
+"""The accumulators that the rule keeps of a tensor's gradients, and their update.
 
 Every array here is in its matrix view, (batch…, in, out), where a vector is a single row; it keeps
 the axes it was reduced over with length 1, so that all of them broadcast against the tensor.
@@ -78,7 +78,7 @@ def update_moments(
     """The new moments, and whether each slice moves.
 
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
-    gradient does not move; the published code does neither.
+    gradient does not move. The published code has neither exception.
     """
     if grad.size == 0:
         return moments, moments.moves > 0
@@ -97,7 +97,7 @@ def update_moments(
 def accumulate(
     config: RuleConfig, axes: Axes, grad: Array, old: Accumulators, finite: Array | None = None
 ) -> Accumulators:
-    """The accumulators with a clipped gradient taken in, where `finite`; None is everywhere."""
+    """The accumulators updated with a clipped gradient, where `finite`; None is everywhere."""
     finite = jnp.ones([1] * grad.ndim, bool) if finite is None else finite
     square = jnp.square(grad)
     row, col = (jnp.mean(square + FACTORED_FLOOR, a, keepdims=True) for a in (axes.rows, axes.cols))
@@ -114,25 +114,25 @@ def accumulate(
 
 
 def map_large(function: Callable[[Array], Array], moments: Kept) -> Kept:
-    """The moments with `function` applied to those that are as large as the tensor."""
+    """The moments with `function` applied to the arrays that are as large as the tensor."""
     return moments._replace(
         momentum=tuple(map(function, moments.momentum)), rms=function(moments.rms)
     )
 
 
-def as_trees(kind: type[Kept], moments: Any, decays: int) -> tuple[Any, ...]:
-    """A tree of moments as one tree for each of its arrays; of momenta one for each decay."""
-
-    def pick(get: Callable[[Kept], Array]) -> Any:
-        return jax.tree.map(get, moments, is_leaf=lambda x: isinstance(x, kind))
-
-    momentum = tuple(pick(lambda m, i=i: m.momentum[i]) for i in range(decays))
-    fields = kind._fields[1:]
-    return momentum, *(pick(lambda m, name=name: getattr(m, name)) for name in fields)
+def as_trees(
+    kind: type[Kept], treedef: Any, leaves: Sequence[Kept], decays: int
+) -> tuple[Any, ...]:
+    """One tree for each field of the leaves' moments; for `momentum`, one tree per decay."""
+    momentum = tuple(treedef.unflatten(leaf.momentum[i] for leaf in leaves) for i in range(decays))
+    rest = (
+        treedef.unflatten(getattr(leaf, field) for leaf in leaves) for field in kind._fields[1:]
+    )
+    return momentum, *rest
 
 
 def as_leaves(kind: type[Kept], trees: Sequence[Any]) -> list[Kept]:
-    """The moments of each leaf, from what `as_trees` gives."""
+    """The moments of each leaf: the inverse of `as_trees`."""
     momentum = list(zip(*map(jax.tree.leaves, trees[0]), strict=True))
     rest = map(jax.tree.leaves, trees[1:])
     return [kind(*leaf) for leaf in zip(momentum, *rest, strict=True)]

@@ -1,7 +1,7 @@
 """The rule as an Optax transformation, and the optimizers made of it.
 
-`scale_by_celo2` is the rule alone. `celo2` and `celo2_base` are what people use: the rule on some
-tensors, AdamW on the others. Below them, what they need of parameter trees.
+`scale_by_celo2` is the rule alone. `celo2` and `celo2_base` are complete optimizers: the rule on
+some tensors, AdamW on the others. Helpers for parameter trees follow at the end.
 """
 
 import functools
@@ -37,6 +37,7 @@ from celo2.jax.moments import (
 )
 from celo2.jax.update import (
     Kernel,
+    Weights,
     finish_update,
     learned_update,
     overshoot_of,
@@ -76,7 +77,7 @@ class Celo2State(NamedTuple):
     cols: optax.Params
     running_rms: optax.Params  # mean RMS of the updates so far, for the rolling norms
     moves: optax.Params  # steps in which each matrix moved
-    skipped: optax.Params  # steps each matrix sat out because its gradient was not finite
+    skipped: optax.Params  # steps in which each matrix was skipped: its gradient was not finite
 
 
 def scale_by_celo2(
@@ -95,13 +96,13 @@ def scale_by_celo2(
     Args:
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         overrides: regex on a parameter's path → MatrixView or Muon's dimension numbers.
-        published: follow the authors' code to the letter: the last two axes are the matrix,
-            non-finite gradients go in, tensors without gradients drift.
-        skip_nonfinite: leave a matrix and its statistics alone for a step whose gradient is not
-            finite, and count it in the state's `skipped`. Default: not `published`.
-        hold_unused: keep a matrix still until its first non-zero gradient. Default: not
+        published: follow the authors' code exactly: the last two axes are the matrix, non-finite
+            gradients are used, tensors without gradients drift.
+        skip_nonfinite: skip a matrix and its statistics in a step whose gradient is not finite,
+            and count that in the state's `skipped`. Default: not `published`.
+        hold_unused: do not move a matrix before its first non-zero gradient. Default: not
             `published`.
-        momentum_dtype: how momenta are stored; bfloat16 makes the state 10 bytes per parameter
+        momentum_dtype: of the stored momenta; bfloat16 makes the state 10 bytes per parameter
             instead of 16.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         kernel: how the MLP is computed: in one "fused" loop over the tensor, or by "products" of
@@ -156,77 +157,32 @@ def _rule_on_views(
     _check_floating(momentum_dtype=momentum_dtype, newton_schulz_dtype=newton_schulz_dtype)
     config = rule.config
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in rule.weights.items()}
-
-    def init(views: list[MatrixView], params: optax.Params) -> Celo2State:
-        remaining = iter(views)
-
-        def init_leaf(param: Array) -> Moments:
-            # Zeros, since the parameter may be a shape only.
-            view, zeros = next(remaining), jnp.zeros_like(param, jnp.float32)
-            viewed = to_view(zeros, view)
-            moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
-            # From the stored tensor: folding a sharded axis can lose its sharding.
-            return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
-
-        moments = jax.tree.map(init_leaf, params)
-        trees = as_trees(Moments, moments, len(config.momentum_decays))
-        return Celo2State(jnp.zeros([], jnp.int32), *trees)
-
+    init = functools.partial(_init_state, config, momentum_dtype)
+    update_group = functools.partial(_update_group, weights, config, kernel, newton_schulz_dtype)
     # The moments are computed tensor by tensor, in place of the old: XLA compiles equal kernels
     # only once, and a loop would have to carry them out. One trace for each shape, by jit.
-    take_in = jax.jit(
+    jitted_update_moments = jax.jit(
         functools.partial(
             update_moments, config, skip_nonfinite=skip_nonfinite, hold_unused=hold_unused
         ),
         static_argnums=0,
     )
 
-    def inputs_of(tensor: tuple[Array, Array, Moments, Array]) -> tuple[Array, Array, Moments]:
-        # What does not move has a gradient of zeros, or one that is not finite.
-        param, grad, moments, moving = tensor
-        return param, jnp.where(moving, clip_gradient(grad), 0.0), moments
-
-    precision = {"newton_schulz_dtype": newton_schulz_dtype}
-
-    def update_tensor(axes: Axes, tensor: Any) -> tuple[Array, Array]:
-        inputs = inputs_of(tensor)
-        found = tensor_update(weights, config, axes, *inputs, kernel=kernel, **precision)
-        return _if_moving(tensor[-1], *found, inputs[-1].running_rms)
-
-    def update_group(axes: Axes, tensors: list[Any]) -> list[tuple[Array, Array]]:
-        if tensors[0][0].size == 0:  # nothing to move, and nothing to take a mean of
-            return [(grad, moments.running_rms) for _, grad, moments, _ in tensors]
-        mesh = mesh_of(tensors)
-        orthogonalize = config.orthogonalize and axes.matrix
-        if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
-            return for_each(functools.partial(update_tensor, axes), tensors)
-
-        # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
-        def learn(tensor: Any) -> Array:
-            return learned_update(weights, config, axes, *inputs_of(tensor), kernel=kernel)
-
-        def finish(update: Array, overshoot: Any, mean: Array, moves: Array, moving: Array):
-            found = finish_update(config, axes, update, overshoot, mean, moves, **precision)
-            return _if_moving(moving, *found, mean)
-
-        rest = [(overshoot_of(config, m), m.running_rms, m.moves, move) for *_, m, move in tensors]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
-        return unstack(redistributed(finish, mesh)(loop(learn, tensors), *stacked), len(tensors))
-
     def update(views: list[MatrixView], updates, state, params: Any = None):
         check_same_tree(updates, params)
         grads, treedef = jax.tree.flatten(updates)
-        memory = _unpack(state, params, len(config.momentum_decays))
+        old_moments = _unpack_state(state, params, len(config.momentum_decays))
         jobs, stored = [], []
         for grad, param, view, old in zip(
-            grads, jax.tree.leaves(params), views, memory, strict=True
+            grads, jax.tree.leaves(params), views, old_moments, strict=True
         ):
             shape = grad.shape
             param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
-            new, moving = take_in(axes, grad, map_large(lambda x, view=view: to_view(x, view), old))
-            jobs.append((axes, (param, grad, new, moving)))
+            old = map_large(lambda x, view=view: to_view(x, view), old)
+            new, moving = jitted_update_moments(axes, grad, old)
+            jobs.append((axes, _Tensor(param, grad, new, moving)))
             stored.append(map_large(lambda x, v=view, s=shape: from_view(x, v, s), new))
 
         roles = [re.sub(r"\d+", "", path) for path in leaf_paths(params)]
@@ -240,7 +196,7 @@ def _rule_on_views(
             for moments, (_, running_rms) in zip(stored, results, strict=True)
         ]
         count = jnp.asarray(optax.safe_increment(state.count))
-        trees = as_trees(Moments, treedef.unflatten(stored), len(config.momentum_decays))
+        trees = as_trees(Moments, treedef, stored, len(config.momentum_decays))
         return treedef.unflatten(steps), Celo2State(count, *trees)
 
     def on_views(views: list[MatrixView]) -> optax.GradientTransformation:
@@ -251,15 +207,88 @@ def _rule_on_views(
     return on_views
 
 
+class _Tensor(NamedTuple):
+    """One tensor of an update, in its matrix view and float32."""
+
+    param: Array
+    grad: Array
+    moments: Moments  # this gradient included
+    moving: Array  # which slices move
+
+
+def _init_state(
+    config: RuleConfig, momentum_dtype: Any, views: list[MatrixView], params: optax.Params
+) -> Celo2State:
+    """The state before the first update."""
+
+    def init_leaf(param: Array, view: MatrixView) -> Moments:
+        # Zeros, since the parameter may be a shape only.
+        zeros = jnp.zeros_like(param, jnp.float32)
+        viewed = to_view(zeros, view)
+        moments = init_moments(config, axes_of(view, viewed.shape), viewed, momentum_dtype)
+        # From the stored tensor: folding a sharded axis can lose its sharding.
+        return map_large(lambda x: jnp.zeros_like(zeros, x.dtype), moments)
+
+    leaves, treedef = jax.tree.flatten(params)
+    moments = list(map(init_leaf, leaves, views))
+    trees = as_trees(Moments, treedef, moments, len(config.momentum_decays))
+    return Celo2State(jnp.zeros([], jnp.int32), *trees)
+
+
+def _update_group(
+    weights: Weights,
+    config: RuleConfig,
+    kernel: Kernel,
+    newton_schulz_dtype: Any,
+    axes: Axes,
+    tensors: list[_Tensor],
+) -> list[tuple[Array, Array]]:
+    """The update and the new `running_rms` of each tensor of a group, see `for_each_group`."""
+    if tensors[0].grad.size == 0:  # nothing to move, and nothing to take a mean of
+        return [(tensor.grad, tensor.moments.running_rms) for tensor in tensors]
+
+    def inputs_of(tensor: _Tensor) -> tuple[Array, Array, Moments]:
+        # A slice that does not move has a gradient of zeros, or one that is not finite.
+        grad = jnp.where(tensor.moving, clip_gradient(tensor.grad), 0.0)
+        return tensor.param, grad, tensor.moments
+
+    precision = {"newton_schulz_dtype": newton_schulz_dtype}
+
+    def update_tensor(tensor: _Tensor) -> tuple[Array, Array]:
+        inputs = inputs_of(tensor)
+        result = tensor_update(weights, config, axes, *inputs, kernel=kernel, **precision)
+        return _if_moving(tensor.moving, *result, tensor.moments.running_rms)
+
+    mesh = mesh_of(tensors)
+    orthogonalize = config.orthogonalize and axes.matrix
+    if not (orthogonalize and is_worth_redistributing(mesh, len(tensors))):
+        return for_each(update_tensor, tensors)
+
+    # The MLP on the tensors as they are sharded, then the rest of the rule on whole matrices.
+    def learn(tensor: _Tensor) -> Array:
+        return learned_update(weights, config, axes, *inputs_of(tensor), kernel=kernel)
+
+    def finish(update: Array, overshoot: Any, mean: Array, moves: Array, moving: Array):
+        result = finish_update(config, axes, update, overshoot, mean, moves, **precision)
+        return _if_moving(moving, *result, mean)
+
+    rest = [
+        (overshoot_of(config, t.moments), t.moments.running_rms, t.moments.moves, t.moving)
+        for t in tensors
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
+    return unstack(redistributed(finish, mesh)(loop(learn, tensors), *stacked), len(tensors))
+
+
 def _if_moving(
     moving: Array, update: Array, running_rms: Array, old_running_rms: Array
 ) -> tuple[Array, Array]:
-    """What holds still has an update of zeros and keeps its `running_rms`."""
+    """Slices that do not move have an update of zeros and keep their `running_rms`."""
     return jnp.where(moving, update, 0.0), jnp.where(moving, running_rms, old_running_rms)
 
 
 def _check_floating(**dtypes: Any) -> None:
-    """Raises a ValueError for a dtype in which neither momenta nor products can be kept."""
+    """Raises a ValueError for a dtype that is not floating point."""
     for name, dtype in dtypes.items():
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
@@ -272,7 +301,7 @@ def _check_params(params: optax.Params | None) -> None:
         )
 
 
-def _unpack(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
+def _unpack_state(state: Celo2State, params: optax.Params, decays: int) -> list[Moments]:
     """The state of each leaf, after checking that it belongs to these parameters."""
     check_same_tree(state.rms, params, "optimizer state")
     if len(state.momentum) != decays:
@@ -335,15 +364,15 @@ def celo2(
         adam_learning_rate: AdamW's rate or schedule; 5 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
-            False is the paper's.
+            the paper has False.
         adam: a transformation to use in place of `optax.scale_by_adam` with these settings. It
             gets parameters and gradients in float32 as that does, the gradients within ±1e18.
         adam_mask: a tree of booleans, True where AdamW updates, or a function of the params
-            that returns one. Decides alone who updates what.
+            that returns one. If given, it alone decides who updates what.
         overrides: regex on a parameter's path → "rule", "adam", a MatrixView or Muon's
             dimension numbers; the first that matches counts.
-        skip_nonfinite: what `scale_by_celo2` says of the rule; AdamW takes elements of a gradient
-            that are not finite for zeros. `celo2.jax.skipped(state)` counts both.
+        skip_nonfinite: for the rule, see `scale_by_celo2`; for AdamW, treat elements of a gradient
+            that are not finite as zeros. `celo2.jax.skipped(state)` counts both.
         published, hold_unused, momentum_dtype, newton_schulz_dtype, kernel: see `scale_by_celo2`.
 
     Example:
@@ -449,7 +478,7 @@ def scale_rate(factor: float, rate: ScalarOrSchedule) -> ScalarOrSchedule:
 
 
 class AdamState(NamedTuple):
-    """The state of AdamW's share: that of the transformation, and a count for each tensor."""
+    """The state of AdamW's branch: that of the transformation, and a count for each tensor."""
 
     inner: optax.OptState
     nonfinite: optax.Params  # steps whose gradient had elements that are not finite
@@ -458,9 +487,9 @@ class AdamState(NamedTuple):
 def _guarded(
     tx: optax.GradientTransformation, skip_nonfinite: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` in float32, on gradients whose squares do not overflow.
+    """`tx` in float32, on gradients clipped so that their squares do not overflow.
 
-    Elements that are not finite are zeros to it, and steps with any are counted.
+    With `skip_nonfinite`, elements that are not finite become zeros, and such steps are counted.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -496,14 +525,14 @@ def _to_float32(x: Any) -> Any:
 
 
 class Skipped(NamedTuple):
-    """Numbers of gradients that were not finite, of all tensors and steps so far."""
+    """Numbers of gradients that were not finite, over all tensors and steps so far."""
 
-    rule: Array  # matrices the rule left alone for a step
-    adam: Array  # tensors of which AdamW took some elements for zeros in a step
+    rule: Array  # matrices that the rule skipped
+    adam: Array  # tensors of which AdamW treated some elements as zeros
 
 
 def skipped(state: optax.OptState) -> Skipped:
-    """How many gradients with elements that are not finite a state has seen.
+    """The number of gradients so far with elements that are not finite.
 
     Args:
         state: of `celo2`, `celo2_base` or `scale_by_celo2`, by itself or within the state of
@@ -578,7 +607,7 @@ def leaf_paths(tree) -> list[str]:
 
 
 def _unboxed(path: tuple) -> tuple:
-    """The path without the box that flax puts around an array: `kernel` for `kernel.value`."""
+    """The path without flax's box around an array: `kernel` for `kernel.value`."""
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
     return path[:-1] if boxed else path
 

@@ -45,7 +45,7 @@ def tensor_update(
 ) -> tuple[Array, Array]:
     """One viewed tensor's update and its new `running_rms` (Algorithm 1, steps 4 to 7).
 
-    The moments have taken the gradient in.
+    The moments include the gradient.
     """
     update = learned_update(weights, config, axes, param, grad, moments, kernel=kernel)
     overshoot, mean, moves = overshoot_of(config, moments), moments.running_rms, moments.moves
@@ -64,7 +64,7 @@ def learned_update(
     *,
     kernel: Kernel = "fused",
 ) -> Array:
-    """What the MLP makes of the features: the update before its orthogonalization and norm."""
+    """The MLP's output in its form: the update before orthogonalization and norm."""
     first_layer = split_first_layer(config, weights["w0"], axes.matrix)
     if config.gated:
         gates = split_first_layer(config, weights["g0"], axes.matrix)
@@ -142,10 +142,10 @@ def normalize_inputs(
     axes: tuple[int, ...] = MATRIX,
     epsilon: float = EPSILON,
 ) -> list[Array]:
-    """The first layer's parts with each column's normaliser multiplied in: 1/RMS over `axes`, the
-    last two among them. The parts are for all slices, or for each.
+    """The first layer's parts multiplied by each column's normaliser, 1/RMS over `axes`.
 
-    Each comes back as (columns, hidden units, batch…, 1, 1).
+    `axes` include the last two. The parts are shared by all slices, or for each; they are returned
+    as (columns, hidden units, batch…, 1, 1).
     """
     # Sums over one axis at a time: XLA has fast kernels for them on CPUs.
     planes = jnp.stack([_sum_of_squares(plane) for plane in features.planes])
@@ -179,10 +179,10 @@ def apply_mlp(
 ) -> tuple[Array, Array]:
     """The MLP's direction and magnitude.
 
-    Fused, a layer of few units is computed unit by unit, each a plane of its own, so that XLA runs
-    the whole MLP in one loop over the tensor. Its compile time grows with the product of all widths
-    then: wider layers are products of matrices all the same, over the axis of units alone, so that
-    no sharded axis is flattened.
+    "fused" computes narrow layers unit by unit, each unit a plane of its own, so that XLA runs the
+    whole MLP in one loop over the tensor. Compile time then grows with the product of all widths,
+    so wider layers are always products of matrices, which contract the axis of units alone: no
+    sharded axis is flattened.
     """
     planes = [math.prod(plane.factors, start=plane.value) for plane in features.planes]
     # Row and column features are weighted before they are broadcast.
@@ -256,7 +256,7 @@ def newton_schulz(
     """
     sharding = jax.typeof(x).sharding
     if any(sharding.spec):
-        # Explicit axes ask for the sharding of every product; within, XLA chooses them.
+        # With explicit axes every product needs an output sharding; here XLA chooses them.
         def free(arrays: tuple[Array, Array | None]) -> Array:
             return newton_schulz(*arrays, steps=steps, dtype=dtype)
 
@@ -281,10 +281,10 @@ def newton_schulz(
 
 
 def _gram_polynomial(gram: Array, steps: int, overshoot: Array | None) -> Array:
-    """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
+    """The matrix P for which P y is the result of `newton_schulz`, from gram = y yᵀ.
 
-    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
-    multiply the small matrices and touch y only once more.
+    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to multiply
+    the small matrices and to use y only once more.
     """
     a, b, c = NEWTON_SCHULZ
     identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)

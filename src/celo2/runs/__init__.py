@@ -1,1 +1,1 @@
-"""What every long run needs, whatever it computes: folder, lock, records, checkpoints."""
+"""What every long run needs: engine, folder, lock, records, checkpoints, processes."""

@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 
 def name_arrays(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path, `pes.problems.step` and the like."""
+    """The leaves of a tree by their path, such as `pes.problems.step`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def like_tree(tree: T, arrays: Mapping[str, Any]) -> T:
-    """The tree with the arrays of these names for its leaves."""
+    """A tree of this structure whose leaves are the arrays of these names."""
     return jax.tree.structure(tree).unflatten(arrays[name] for name in name_arrays(tree))
 
 
 def digest_arrays(arrays: Mapping[str, np.ndarray]) -> str:
-    """Of the arrays' names, dtypes, shapes and bytes."""
+    """The SHA-256 of the arrays' names, dtypes, shapes and bytes."""
     sha = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -50,28 +50,28 @@ def digest_arrays(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def digest_json(value: Any) -> str:
-    """Of a JSON value, however its keys are ordered."""
+    """The SHA-256 of a JSON value, which does not depend on the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-SEEDS = (0x9E3779B9, 0x7F4A7C15)
-HOST = 1 << 20  # elements, below which compiling would take longer
+FINGERPRINT_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+ON_HOST = 1 << 20  # elements; for fewer, compiling would take longer than summing on the host
 
 
 def fingerprint(array: Any) -> str:
-    """Dtype, shape and 64 bits of the content, as text; the same for any layout on devices."""
+    """Dtype, shape and 64 bits of the content, as text; independent of the sharding."""
     here = not isinstance(array, jax.Array) or array.is_fully_addressable
-    if here and array.size < HOST:
+    if here and array.size < ON_HOST:
         with np.errstate(over="ignore"):
             sums = _sums(np.asarray(array), np)
     else:
-        sums = jax.device_get(_on_devices(array))
+        sums = jax.device_get(_sums_on_devices(array))
     return f"{array.dtype}{list(array.shape)} {int(sums[0]):08x}{int(sums[1]):08x}"
 
 
 @jax.jit
-def _on_devices(array: jax.Array) -> tuple[jax.Array, ...]:
+def _sums_on_devices(array: jax.Array) -> tuple[jax.Array, ...]:
     return _sums(array, jnp)
 
 
@@ -88,12 +88,12 @@ def _sums(array: Any, xp: ModuleType) -> tuple[Any, ...]:
             _mix_bits(bits ^ _mix_bits(place + xp.asarray(seed, xp.uint32), xp), xp),
             dtype=xp.uint32,
         )
-        for seed in SEEDS
+        for seed in FINGERPRINT_SEEDS
     )
 
 
 def _bits(array: Any, xp: ModuleType) -> Any:
-    """The elements as unsigned numbers of at most 32 bits, along a last axis where it takes two."""
+    """The elements as uint32; those of 64 bits as two of them, along a new last axis."""
     if array.dtype == bool:
         return array.astype(xp.uint32)
     width = array.dtype.itemsize
@@ -105,7 +105,7 @@ def _bits(array: Any, xp: ModuleType) -> Any:
 
 
 def _mix_bits(x: Any, xp: ModuleType) -> Any:
-    """MurmurHash3's last steps: one-to-one on 32 bits, every bit of the result is everyone's."""
+    """MurmurHash3's finalizer: a bijection of 32 bits, in which every bit affects all others."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> xp.asarray(shift, xp.uint32))) * xp.asarray(factor, xp.uint32)
     return x ^ (x >> xp.asarray(16, xp.uint32))
@@ -131,7 +131,7 @@ class Damage(NamedTuple):
 
 
 def open_manager(folder: Path) -> ocp.CheckpointManager:
-    """What writes to `folder`, keeps the newest and clears away what a killed process left."""
+    """What writes to `folder`: it keeps the newest checkpoints and removes unfinished ones."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEEP, cleanup_tmp_directories=True, save_root_metadata=False
@@ -142,7 +142,7 @@ def open_manager(folder: Path) -> ocp.CheckpointManager:
 def save(
     manager: ocp.CheckpointManager, iteration: int, state: Any, meta: Mapping[str, Any]
 ) -> None:
-    """Starts to write a checkpoint; the manager waits for it. `meta` holds config and data."""
+    """Starts to write a checkpoint, asynchronously. `meta` holds config and data."""
     # A copy, since the next iterations reuse the state's memory while orbax still reads it.
     arrays = name_arrays(_copy(without_keys(state)))
     meta = {**meta, "format": FORMAT, "iteration": iteration}
@@ -153,7 +153,7 @@ def save(
 
 
 def to_state(abstract: Any, found: Checkpoint) -> Any:
-    """A checkpoint that was read in parts as a state of that structure."""
+    """The state in a checkpoint that was read for the same `abstract`."""
     state = like_tree(abstract, found.arrays)
     return jax.tree.map(
         lambda x, like: jax.random.wrap_key_data(x) if _is_key(like) else x, state, abstract
@@ -161,7 +161,7 @@ def to_state(abstract: Any, found: Checkpoint) -> Any:
 
 
 def stored_shapes(abstract: Any) -> Any:
-    """The shapes of what files hold of a state, each with its place on the devices."""
+    """The shapes and shardings of a state as files hold it, random keys as numbers."""
     alone = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
         lambda s, like: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=like.sharding or alone),
@@ -171,7 +171,7 @@ def stored_shapes(abstract: Any) -> Any:
 
 
 def without_keys(state: Any) -> Any:
-    """The state with random keys as the numbers in them, which is what files can hold."""
+    """The state with random keys replaced by their numbers, which files can hold."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
 
@@ -180,23 +180,23 @@ def _is_key(x: Any) -> bool:
 
 
 def run_digest(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """Of all that decides a run's future: its arrays, its config and its data."""
+    """A digest of all that decides a run's future: its arrays, its config and its data."""
     marks = {name: fingerprint(array) for name, array in arrays.items()}
     return digest_json([marks, meta["config"], meta["data"]])
 
 
 def list_iterations(folder: Path) -> list[int]:
-    """Of all checkpoints in the folder, newest last; by number, never by time."""
+    """The iterations of all checkpoints in the folder, in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
 def read_newest(folder: Path, abstract: Any = None) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest checkpoint that every process can read, and those after it that are damaged.
+    """The newest checkpoint that every process can read, and the damaged ones after it.
 
-    Its arrays are on the devices of `abstract`, however many had them when they were saved, or on
-    the host without it. Which checkpoints there are is process 0's to say.
+    Its arrays have the shardings of `abstract`, whatever they were when they were saved, or are on
+    the host without it. Process 0 decides which checkpoints there are.
     """
     damages = []
     iterations = list_iterations(folder)
@@ -226,7 +226,7 @@ def _try_everywhere(action: Callable[[Any], T], value: Any) -> tuple[T | None, s
 
 
 def read_one(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:
-    """One checkpoint; of several processes, each reads its own parts without waiting."""
+    """One checkpoint. Each process reads its own parts, without waiting for the others."""
     path = epath.Path((folder / str(iteration)).resolve())
     sealed = json.loads((path / "meta" / "metadata").read_text())
     meta = {name: value for name, value in sealed.items() if name != "seal"}
@@ -254,7 +254,7 @@ def read_one(folder: Path, iteration: int, abstract: Any = None) -> Checkpoint:
 
 
 def _check_digest(found: Checkpoint) -> None:
-    """Raises unless the arrays are those that were saved; all processes do it together."""
+    """Raises a ValueError unless the arrays are those that were saved; all processes take part."""
     if run_digest(found.arrays, found.meta) != found.meta["digest"]:
         raise ValueError("its arrays do not match their digest")
 
@@ -272,7 +272,7 @@ def _check_shapes(stored: Mapping[str, Any], expected: Mapping[str, jax.ShapeDty
 
 
 def put_aside(folder: Path, iteration: int, aside: Path) -> None:
-    """Moves a damaged checkpoint out of the way, so that its number can be used again."""
+    """Moves a damaged checkpoint to `aside`, so that its number can be used again."""
     aside.mkdir(exist_ok=True)
     shutil.rmtree(aside / str(iteration), ignore_errors=True)
     (folder / str(iteration)).rename(aside / str(iteration))

@@ -1,7 +1,7 @@
-"""One engine for everything long: folder, lock, records, checkpoints, resume, several processes.
+"""The engine of every long run: folder, lock, records, checkpoints, resume, several processes.
 
-A run is a `Job`: a state of named arrays, a function that advances it, and what to do on the way.
-Training a task and meta-training a rule are two users of it.
+A run is a `Job`: a state of named arrays, a function that advances it, and hooks. Training a task
+and meta-training a rule are its two users.
 """
 
 import errno
@@ -31,14 +31,14 @@ class Diverged(RuntimeError):
 
 
 class Advanced(NamedTuple):
-    """What came of a call of `Job.advance`."""
+    """The result of one call of `Job.advance`."""
 
     state: Any
     done: int
     rows: Sequence[Row]
     sound: bool = True  # False: do not save this state, the one before is better
-    over: bool = False  # the run ends here, whatever was left to do
-    fatal: str | None = None  # why it is given up
+    over: bool = False  # end the run here, before its total
+    fatal: str | None = None  # why the run is given up
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class Job:
     """What the engine runs.
 
     Args:
-        count: what is counted, as the field of a row: iteration or step.
-        total: when the run is done.
+        count: the unit of progress, which is also its field in rows: iteration or step.
+        total: the count at which the run is complete.
         identity: what a resumed run must share, as JSON: config, data, version.
-        differences: of a stored identity from this one, a line each.
+        differences: compares a stored identity with this one; one line for each difference.
         abstract: shapes, dtypes and shardings of the state.
-        begin: the state of a new run.
-        advance: state, done, until -> what came of it. The state is used up.
+        begin: returns the state of a new run.
+        advance: (state, done, until) -> Advanced. The state is donated.
         periods: calls of `advance` end at multiples of these.
-        first_rows: state, done -> the rows of a process that takes the run up.
-        last_row: state, done, reason -> the end row, if there is one: the reason is finished,
+        first_rows: (state, done) -> the rows to record when a process starts or resumes the run.
+        last_row: (state, done, reason) -> the end row, if there is one. The reason is finished,
             stopped, time is up or diverged.
-        follow: state, done -> further rows after a call, which may take their time; also where a
-            run is resumed at its end.
-        memory: what a checkpoint holds besides the state, as JSON.
-        recall: takes that back from the checkpoint a run is resumed from.
-        export: state, done -> writes what goes with a checkpoint.
+        follow: (state, done) -> further rows after a call of `advance`; it may block. Also called
+            where a run is resumed at its end.
+        memory: returns what a checkpoint holds besides the state, as JSON.
+        recall: restores it from the checkpoint that the run is resumed from.
+        export: (state, done) -> None. Writes the files that belong to a checkpoint.
         save_first: whether a new run is saved before its first call.
         keep: whether a finished run keeps its checkpoints.
     """
@@ -86,7 +86,7 @@ class Job:
 
 @dataclass
 class _Run:
-    """A job under way."""
+    """A job that is being run."""
 
     job: Job
     folder: RunFolder
@@ -117,12 +117,13 @@ def run_job(
     Leaving the loop early saves first.
 
     Args:
-        folder: which only one process may write; of several, the first one does.
-        make: builds the job once the folder is locked, so that two processes do not both.
+        folder: the run's files. One run may write to it at a time, and process 0 does.
+        make: builds the job, once the folder is locked: a second run is refused before it compiles.
         resume: continue from the newest checkpoint, if there is one.
-        finished: the end row of a run that is done already, which is then only repeated.
+        finished: returns the end row of a run that is finished already, which is all that is then
+            yielded.
         checkpoint_every: counts between checkpoints; by default as many as take 5 minutes.
-        minutes: after which the run saves and stops, but not before its first call.
+        minutes: the run saves and stops after that long, but not before its first call.
         stop: asked before each call of `advance`; True saves and stops.
     """
     if checkpoint_every is not None and checkpoint_every < 1:
@@ -137,7 +138,7 @@ def run_job(
         run, damages = _open(folder, make, resume)
         try:
             yield from _start(run, damages)
-            yield from _go_on(run, checkpoint_every, deadline, stop)
+            yield from _advance_to_end(run, checkpoint_every, deadline, stop)
         except GeneratorExit:
             for _ in _save(run, last=True):
                 pass
@@ -154,14 +155,14 @@ def next_stop(done: int, total: int, periods: Sequence[int]) -> int:
 
 
 def _open(folder: RunFolder, make: Callable[[], Job], resume: bool) -> tuple[_Run, list[Damage]]:
-    """The job at the newest checkpoint that every process can read, and those that are damaged."""
+    """The job at the newest checkpoint that every process can read, and the damaged ones."""
     in_primary(lambda: _check_new(folder, resume))
     job = make()
     in_primary(lambda: _check_same(folder, job, folder.read_config()))
     found, damages = checkpoint.read_newest(
         folder.checkpoints, checkpoint.stored_shapes(job.abstract)
     )
-    in_primary(lambda: _make_ready(folder, job, found, damages))
+    in_primary(lambda: _prepare_folder(folder, job, found, damages))
     if found is None:
         state, done = job.begin(), 0
     else:
@@ -179,7 +180,7 @@ def _check_new(folder: RunFolder, resume: bool) -> None:
 
 
 def _check_same(folder: RunFolder, job: Job, stored: Mapping[str, Any] | None) -> None:
-    """Raises a RunRefused that names all in which a resumed run would differ."""
+    """Raises a RunRefused that lists how a resumed run would differ from the stored one."""
     if stored is not None and (lines := job.differences(stored)):
         raise RunRefused(
             f"{folder.path} holds another run: {'; '.join(lines)}. Resume with what it was started "
@@ -187,10 +188,10 @@ def _check_same(folder: RunFolder, job: Job, stored: Mapping[str, Any] | None) -
         )
 
 
-def _make_ready(
+def _prepare_folder(
     folder: RunFolder, job: Job, found: Checkpoint | None, damages: list[Damage]
 ) -> None:
-    """Puts aside damaged checkpoints and drops the rows that come after `found`."""
+    """Moves damaged checkpoints aside and drops the rows after the checkpoint to resume from."""
     if found is not None:
         _check_same(folder, job, found.meta)
     elif damages:
@@ -214,12 +215,12 @@ def _start(run: _Run, damages: list[Damage]) -> Iterator[Row]:
         yield from _save(run)
 
 
-def _go_on(
+def _advance_to_end(
     run: _Run, checkpoint_every: int | None, deadline: float, stop: Callable[[], bool]
 ) -> Iterator[Row]:
     job, reason = run.job, "finished"
     first = run.done
-    if run.done >= job.total:  # it was stopped while it waited for what follows
+    if run.done >= job.total:  # it was stopped while it waited in `follow`
         yield from (_record(run, row) for row in job.follow(run.state, run.done))
     while run.done < job.total:
         until = next_stop(run.done, job.total, job.periods)
@@ -233,20 +234,20 @@ def _go_on(
             break
         if due:
             yield from _save(run)
-        found = job.advance(run.state, run.done, until)
-        # Before the rows are given away: whoever leaves the loop there should not save it.
-        run.state, run.done, run.sound = found.state, found.done, found.sound
-        yield from (_record(run, row) for row in found.rows)
-        if found.fatal is not None:
+        result = job.advance(run.state, run.done, until)
+        # Before the rows are yielded: a caller who leaves the loop there has this state saved.
+        run.state, run.done, run.sound = result.state, result.done, result.sound
+        yield from (_record(run, row) for row in result.rows)
+        if result.fatal is not None:
             if end := job.last_row(run.state, run.done, "diverged"):
                 yield _record(run, end)
             _close(run)
             raise Diverged(
-                f"{found.fatal}. The run was given up; what {job.count} {run.saved} saved is in "
+                f"{result.fatal}. The run was given up; what {job.count} {run.saved} saved is in "
                 f"{run.folder.path}."
             )
         yield from (_record(run, row) for row in job.follow(run.state, run.done))
-        if found.over:
+        if result.over:
             break
     run.ended = reason == "finished"
     if job.keep or not run.ended:
@@ -263,7 +264,7 @@ def _is_due(run: _Run, checkpoint_every: int | None) -> bool:
 
 
 def _record(run: _Run, row: Row) -> Row:
-    """The row, also written to the records by the process that does that."""
+    """The row, which process 0 also appends to the records."""
     row = records.clean(row)
     if is_primary():
         try:
@@ -278,10 +279,11 @@ def _warn(run: _Run, cause: str) -> Row:
 
 
 def _save(run: _Run, last: bool = False) -> Iterator[Row]:
-    """Saves a checkpoint and what goes with it; yields a warning if that, or the save before,
-    failed. A run that is not sound keeps what it has.
+    """Saves a checkpoint and exports; yields a warning if this save or the one before failed.
+
+    A run that is not sound keeps the checkpoint it has.
     """
-    yield from _attempt(run, lambda: _settle(run))
+    yield from _attempt(run, lambda: _finish_save(run))
     if not run.sound:
         if last:
             kept = f"what {run.job.count} {run.saved} saved is kept"
@@ -290,7 +292,7 @@ def _save(run: _Run, last: bool = False) -> Iterator[Row]:
     if run.saved != run.done and (run.done > 0 or run.job.save_first):
         yield from _attempt(run, lambda: _begin_save(run))
     if last:
-        yield from _attempt(run, lambda: _settle(run))
+        yield from _attempt(run, lambda: _finish_save(run))
     if is_primary():
         try:
             run.job.export(run.state, run.done)
@@ -314,14 +316,15 @@ def _begin_save(run: _Run) -> None:
     run.saved, run.pending = run.done, True
 
 
-def _settle(run: _Run) -> None:
+def _finish_save(run: _Run) -> None:
+    """Waits until the checkpoint that is being written is complete."""
     run.manager.wait_until_finished()
     if run.pending:
         run.pending, run.failures = False, 0
 
 
 def _attempt(run: _Run, action: Callable[[], None]) -> Iterator[Row]:
-    """Does it, or yields why it failed in some process and makes ready for the next time."""
+    """Calls `action`; where it fails in any process, yields a warning and reopens the manager."""
     error: Exception | None = None
     try:
         action()
@@ -338,9 +341,9 @@ def _attempt(run: _Run, action: Callable[[], None]) -> Iterator[Row]:
 
 
 def _close(run: _Run) -> None:
-    """Waits for the checkpoint under way, whatever becomes of it."""
+    """Waits for the checkpoint that is being written and closes the manager; never raises."""
     try:
-        _settle(run)
+        _finish_save(run)
         run.manager.close()
     except Exception as error:
         _warn(run, _failure(error))

@@ -20,7 +20,7 @@ def check_numbers(
     from_zero: Sequence[str] = (),
     below_one: Sequence[str] = (),
 ) -> None:
-    """Raises a ValueError for the first of these fields that is out of its range; None is not."""
+    """Raises a ValueError for the first of these fields that is out of range; None is allowed."""
     for names, fits, range_ in (
         (counts, lambda x: x >= 1, "at least 1"),
         (positive, lambda x: 0 < x < math.inf, "a positive number"),
@@ -34,12 +34,12 @@ def check_numbers(
 
 
 def to_fields(config: Any) -> dict[str, Any]:
-    """The config as JSON has it: an inner dataclass is a dict of its own, tuples are lists."""
+    """The config as JSON: inner dataclasses become dicts, tuples become lists."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def replace_fields(base: T, fields: Mapping[str, Any], prefix: str = "") -> T:
-    """`base` with these fields in place of its own; a ValueError names one that does not fit."""
+    """`base` with these fields replaced; raises a ValueError for one that does not fit."""
     hints = get_type_hints(type(base))
     changes = {}
     for name, value in fields.items():
@@ -60,7 +60,7 @@ def differences(ours: Any, theirs: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def describe_differences(ours: Any, theirs: Any, ignore: Collection[str] = ()) -> list[str]:
-    """The same as lines, without the fields to ignore."""
+    """`differences` as lines, without the fields to ignore."""
     found = differences(ours, theirs).items()
     return [f"{name} is {new!r}, was {old!r}" for name, (new, old) in found if name not in ignore]
 
@@ -72,7 +72,7 @@ def _flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the field's type has it: an int for a float and a list for a tuple are fine."""
+    """`value` as the field's type: an int may stand for a float, a list for a tuple."""
     kind, of = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         return None if value is None else _fit(of[0], value, name)

@@ -17,11 +17,11 @@ PROBE_SECONDS = 0.5
 
 
 class RunRefused(ValueError):
-    """A run that was not started or continued, and why."""
+    """Says why a run was not started or continued."""
 
 
 class RunTaken(RunRefused):
-    """A run that another process is writing."""
+    """Says that another process is writing to the run's folder."""
 
 
 class RunFolder:
@@ -41,7 +41,7 @@ class RunFolder:
         return self.config.exists() or self.checkpoints.exists()
 
     def read_config(self) -> dict[str, Any] | None:
-        """What config.json holds, None where there is none."""
+        """The content of config.json, None if there is none."""
         try:
             return json.loads(self.config.read_text())
         except FileNotFoundError:
@@ -55,7 +55,7 @@ class RunFolder:
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """Makes the folder and holds its lock, which dies with the process."""
+    """Makes the folder and holds its lock, which is released when the process ends."""
     folder.path.mkdir(parents=True, exist_ok=True)
     # `is_alive` holds the lock for an instant: a writer waits that long.
     lock = FileLock(folder.lock_file, timeout=PROBE_SECONDS)
@@ -76,7 +76,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 
 def is_alive(folder: RunFolder) -> bool:
-    """Whether a process writes to the folder; sees other machines where the file system does."""
+    """Whether a process is writing to the folder, also on other machines that share its locks."""
     if not folder.lock_file.exists():
         return False
     try:

@@ -25,7 +25,7 @@ AXES = (DATA, MODEL)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes in a mesh's description; an axis that is not named has size 1.
+    """The axis sizes in a mesh's description; an axis that is not named has size 1.
 
     >>> parse_mesh("data=4,model=2")
     {'data': 4, 'model': 2}
@@ -43,9 +43,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
-    """The mesh of that shape over all devices, in the order that JAX finds fastest.
+    """A mesh of that shape over all devices, in the order that `jax.make_mesh` chooses.
 
-    By default they are in one row, along `data`.
+    By default all devices are along `data`.
     """
     sizes = {DATA: jax.device_count()} if sizes is None else sizes
     asked, there = math.prod(sizes.values()), jax.device_count()
@@ -68,7 +68,7 @@ def is_primary() -> bool:
 
 
 def some_process(*flags: bool) -> list[bool]:
-    """For each flag, whether it is up in any process: all then do the same."""
+    """For each flag, whether it is true in any process; the same answer in all of them."""
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
@@ -78,7 +78,7 @@ def same_everywhere(number: int) -> int:
 
 
 def in_primary(action: Callable[[], T]) -> T | None:
-    """What `action` returns in the process that writes; if it fails there, all processes fail."""
+    """What `action` returns in process 0; None in the others. If it fails, all processes fail."""
     result, error = None, None
     if is_primary():
         try:
@@ -127,9 +127,9 @@ ALONE = Launch()
 
 
 def start_devices(launch: Launch, default: int = 1) -> None:
-    """Makes the CPU devices, `default` of them unless given, and joins the other processes.
+    """Sets the number of CPU devices, `default` unless given, and connects to other processes.
 
-    Must come before anything else is asked of JAX.
+    Must be called before JAX is used.
     """
     if launch.devices is not None and launch.devices < 1:
         raise ValueError(f"devices={launch.devices} must be at least 1.")
@@ -142,7 +142,7 @@ def start_devices(launch: Launch, default: int = 1) -> None:
 
 
 def start_mesh(mesh: str | None, launch: Launch) -> Mesh | None:
-    """Starts the devices and gives the mesh over them; None for a single device."""
+    """Starts the devices and returns the mesh over them; None for a single device."""
     sizes = parse_mesh(mesh) if mesh else None
     needed = math.prod(sizes.values()) if sizes else 1
     start_devices(launch, max(1, needed // (launch.process_count or 1)))
@@ -153,9 +153,9 @@ def start_mesh(mesh: str | None, launch: Launch) -> Mesh | None:
 
 @contextmanager
 def exit_if_lost() -> Iterator[None]:
-    """Ends this process with a message when the others of its run can no longer be reached.
+    """Ends this process with a message when another process of its run was lost.
 
-    At once: an orderly end would wait for them.
+    It exits at once: an orderly shutdown would wait for the lost process.
     """
     try:
         yield
@@ -169,9 +169,9 @@ def exit_if_lost() -> Iterator[None]:
 
 
 def _from_environment(launch: Launch) -> Launch:
-    """The launch with what torchrun and its like have set, where nothing else was said.
+    """The launch with torchrun's environment variables, unless it names processes itself.
 
-    JAX finds Slurm, Open MPI, TPU pods and Kubernetes by itself.
+    JAX detects Slurm, Open MPI, TPU pods and Kubernetes itself.
     """
     given = (launch.coordinator, launch.process_id, launch.process_count)
     if any(value is not None for value in given) or not set(TORCHRUN) <= os.environ.keys():
@@ -189,23 +189,23 @@ STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """The signal that asked to stop, None so far."""
+    """Whether a signal has asked to stop, and which one."""
 
     signal: int | None = None
-    leave: Callable[[], None] = staticmethod(lambda: None)  # called where a second one ends it all
+    leave: Callable[[], None] = staticmethod(lambda: None)  # called before a second one exits
 
     def __call__(self) -> bool:
         return self.signal is not None
 
     @property
     def status(self) -> int:
-        """The exit status that goes with it, as shells have it: 130, 143, or 0."""
+        """The exit status of a process ended by that signal: 130, 143, or 0 without one."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextmanager
 def stop_on_signal(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Turns the first signal into a request and lets a second one end the process at once.
+    """Turns the first SIGINT or SIGTERM into a request; a second one ends the process at once.
 
     A thread reads them from a socket: Python's own handlers wait until compiled code returns,
     which can take a minute while it compiles.
@@ -250,14 +250,14 @@ def version(library: str = "celo2") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of celo2, of Python and of the libraries that decide a run's numbers."""
+    """The versions of celo2, of Python and of the libraries that a run's numbers depend on."""
     return {name: version(name) for name in ("celo2", *LIBRARIES)} | {
         "python": platform.python_version()
     }
 
 
 def hardware() -> dict[str, Any]:
-    """The devices and the cores this process may use; nothing that names the machine."""
+    """The devices and cores that this process may use; nothing that identifies the machine."""
     return {
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
@@ -281,9 +281,9 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def peak_bytes() -> dict[str, int | None]:
-    """The most memory held so far: on the first device, if known, and by this process.
+    """The most memory used so far: on the first device, if known, and by this process.
 
-    A process that has made several runs gives the largest of them.
+    Where a process has made several runs, it is the most that any of them used.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return {"device": stats.get("peak_bytes_in_use"), "process": _peak_of_process()}

@@ -1,4 +1,4 @@
-"""What happened in a run, as JSON lines: one file, one row each."""
+"""The records of a run: a file of JSON lines, one for each row."""
 
 import json
 import math
@@ -12,9 +12,9 @@ Row = dict[str, Any]
 
 
 def read(path: str | Path) -> list[Row]:
-    """All rows of a file, none if there is no such file.
+    """All rows of a file; none if there is no such file.
 
-    A line that is no JSON object is passed over: its writer was killed, or the disk was full.
+    A line that is not a JSON object is skipped: its writer was killed, or the disk was full.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
@@ -24,9 +24,9 @@ def read(path: str | Path) -> list[Row]:
 
 
 def append(path: str | Path, row: Row) -> None:
-    """Adds a row in one write, so that a reader sees at most the last one in part.
+    """Appends a row in one write, so that a reader sees at most the last line incomplete.
 
-    A disk that takes only some of it raises an OSError.
+    Raises an OSError if the disk is full.
     """
     with open(path, "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -38,7 +38,7 @@ def append(path: str | Path, row: Row) -> None:
 
 
 def cut(path: str | Path, last: int, count: str = "iteration") -> None:
-    """Drops the rows whose `count` is above `last`, and what is torn: they are made again."""
+    """Drops incomplete lines and the rows whose `count` is above `last`."""
     path = Path(path)
     kept = b"".join(_line(row) for row in read(path) if row.get(count, 0) <= last)
     if path.exists() and path.read_bytes() != kept:
@@ -46,7 +46,7 @@ def cut(path: str | Path, last: int, count: str = "iteration") -> None:
 
 
 def clean(value: Any) -> Any:
-    """The value as JSON can hold it: NaN and infinities are None, tuples are lists."""
+    """The value as JSON can hold it: NaN and infinities become None, tuples lists."""
     if isinstance(value, dict):
         return {str(key): clean(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,7 +55,7 @@ def clean(value: Any) -> Any:
 
 
 def shorten(numbers: Any) -> Any:
-    """A number, or all in a dict, to six digits: enough for tables and pictures."""
+    """A number, or all numbers in a dict, rounded to six digits."""
     if isinstance(numbers, dict):
         return {name: shorten(value) for name, value in numbers.items()}
     return float(f"{float(numbers):.6g}")

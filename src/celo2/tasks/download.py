@@ -36,6 +36,7 @@ from celo2.tasks.images import (
 from celo2.tasks.text import PYTHON_DOCS, WIKIPEDIA, load_text, text_files
 
 MANIFEST = "manifest.json"
+SMALL_SIDE = 8  # pixels of a shrunk image's side
 CHUNK = 1000  # images shrunk at a time
 
 
@@ -198,20 +199,20 @@ def _resize(array: np.ndarray, size: Size) -> np.ndarray:
     return np.concatenate([shrink_images(chunk) for chunk in chunks])
 
 
-def shrink_images(images: np.ndarray, size: int = 8) -> np.ndarray:
-    """[N, size, size] uint8 from [N, H, W] or [N, H, W, 3]: grey area averages, rounded half up."""
+def shrink_images(images: np.ndarray) -> np.ndarray:
+    """[N, 8, 8] uint8 from [N, H, W] or [N, H, W, 3]: grey area averages, rounded half up."""
     images = images.astype(np.float32)
     grey = images if images.ndim == 3 else images.mean(axis=-1)
-    average = _average_axis(_average_axis(grey, size, axis=1), size, axis=2)
+    average = _average_axis(_average_axis(grey, axis=1), axis=2)
     return np.floor(average + np.float32(0.5)).astype(np.uint8)
 
 
-def _average_axis(images: np.ndarray, size: int, axis: int) -> np.ndarray:
-    """The axis cut into `size` equal parts, each of them averaged."""
+def _average_axis(images: np.ndarray, axis: int) -> np.ndarray:
+    """The axis cut into SMALL_SIDE equal parts, each of them averaged."""
     # Pixels that a boundary cuts are first split into equal copies.
-    copies = size // math.gcd(size, images.shape[axis])
+    copies = SMALL_SIDE // math.gcd(SMALL_SIDE, images.shape[axis])
     parts = np.moveaxis(images, axis, 0).repeat(copies, axis=0)
-    parts = parts.reshape(size, -1, *parts.shape[1:])
+    parts = parts.reshape(SMALL_SIDE, -1, *parts.shape[1:])
     # One after the other: a colour image has exact ties between two grey levels, and the order of
     # a library's sums must not decide them.
     total = reduce(np.add, np.moveaxis(parts, 1, 0))

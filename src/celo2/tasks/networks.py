@@ -245,7 +245,8 @@ def patch_convolution(kernel: Array, x: Array, stride: int) -> Array:
     XLA's own, differentiated inside a loop on a CPU, takes 17 times as long.
     """
     height, width = (-(-side // stride) for side in x.shape[1:3])
-    x = jnp.pad(x, ((0, 0), *((_same_padding(side, stride)) for side in x.shape[1:3]), (0, 0)))
+    around = jax.lax.padtype_to_pads(x.shape[1:3], (3, 3), (stride, stride), "SAME")
+    x = jnp.pad(x, ((0, 0), *around, (0, 0)))
     taps = [
         x[:, i : i + stride * height : stride, j : j + stride * width : stride][:, :height, :width]
         for i in range(3)
@@ -254,12 +255,6 @@ def patch_convolution(kernel: Array, x: Array, stride: int) -> Array:
     patches = jnp.concatenate(taps, axis=-1)  # [B, H, W, 9·in]
     flat = patches.reshape(-1, patches.shape[-1]) @ kernel.reshape(-1, kernel.shape[-1])
     return flat.reshape(*patches.shape[:-1], kernel.shape[-1])
-
-
-def _same_padding(side: int, stride: int) -> tuple[int, int]:
-    """Zeros before and after, as the padding "SAME" has them."""
-    total = max((-(-side // stride) - 1) * stride + 3 - side, 0)
-    return total // 2, total - total // 2
 
 
 # Transformers: pre-norm blocks. Norms have no learned scale and layers no bias, so that every

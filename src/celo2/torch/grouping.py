@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from celo2.routing import Axes, MatrixView
 from celo2.rule import ADAM_GRADIENT_LIMIT, LAST_COUNT, RuleConfig
-from celo2.torch.moments import find_peak, store_moments, update_moments, view_moments
+from celo2.torch.moments import Moments, find_peak, store_moments, update_moments, view_moments
 from celo2.torch.tensors import (
     FLOAT,
     Extent,
@@ -108,9 +108,9 @@ def _move_stack_by_rule(
     states = [member.state for member in members]
     moments = view_moments(config, frame, states)
     if kernel := _find_kernel(group["kernel"], axes, param, grad, moments, plan):
-        stacks = (grad, param, moments.rms, *moments.momentum)
-        found = kernel.triton_outputs(weights, config, axes, stacks, moments, plan)
-        outputs, cancelled, moving = found
+        outputs, cancelled, moving = kernel.triton_outputs(
+            weights, config, axes, param, grad, moments, plan
+        )
         update, running_rms = finish_update(config, axes, outputs, cancelled, moments, plan)
     else:
         moving = update_moments(config, axes, grad, moments, plan)
@@ -128,9 +128,11 @@ def _parts(group: Group, members: list[Member]) -> tuple[list[Tensor], list[Tens
     return params, list(torch._foreach_neg(grads)) if group["maximize"] else grads
 
 
-def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> Any:
-    """The module of the Triton kernels, where they were asked for or are at hand, or None."""
-    first, plan = param.members[0], others[-1]
+def _find_kernel(
+    wish: str | None, axes: Axes, param: Stack, grad: Stack, moments: Moments, plan: Plan
+) -> Any:
+    """The module of the Triton kernels where this stack should use them, else None."""
+    first = param.members[0]
     fake = isinstance(first, FakeTensor) or torch.compiler.is_compiling()  # without memory
     by_default = wish is None and first.is_cuda and not (plan.compiles or fake)
     if wish != "triton" and not (by_default and importlib.util.find_spec("triton")):
@@ -142,7 +144,7 @@ def _find_kernel(wish: str | None, axes: Axes, param: Stack, *others: Any) -> An
         )
     from celo2.torch import kernel
 
-    return kernel if kernel.can_run(axes, param, *others) else None
+    return kernel if kernel.can_run(axes, param, grad, moments, plan) else None
 
 
 def descend(group: Group, lr: Rate, view: MatrixView, params: list[Tensor], update: Tensor) -> None:

@@ -44,14 +44,13 @@ def triton_outputs(
     weights: Weights,
     config: RuleConfig,
     axes: Axes,
-    arrays: tuple[Stack, ...],
+    param: Stack,
+    grad: Stack,
     moments: Moments,
     plan: Plan,
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """The MLP's outputs, the cancellation, and which slices move.
-
-    All moments have taken the gradients in. `arrays` are gradients, parameters, `rms` and momenta.
-    """
+    """Updates the moments; returns the MLP's outputs, the cancellation and which slices move."""
+    arrays = (grad, param, moments.rms, *moments.momentum)
     *batch, rows, columns = shape = arrays[0].shape
     table = _table(arrays)
     slices, decays = len(table), len(moments.momentum)

@@ -1,4 +1,4 @@
-"""What the rule remembers of a tensor's gradients, and how a new gradient changes it.
+"""The accumulators that the rule keeps of a tensor's gradients, and their update.
 
 A parameter's entry in the optimizer's state has plain tensors under names that stay the same. A
 step works on the entries of a stack of equal parameters together, each in its matrix view

@@ -29,16 +29,13 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
     shards: "Shards | None" = None
 
-    def total(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The sums of all processes that share the tensor, from each one's own over `axes`."""
-        return x if self.shards is None else self.shards.reduce(x, axes, "sum")
-
     def mean(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The mean over `axes` from this process's sums."""
+        """The mean over `axes` of the whole tensor, from this process's sums over them."""
         size = 1
         for axis in axes:  # in a form that torch.compile can follow
             size *= self.shape[axis]
-        return self.total(x, axes) / size
+        total = x if self.shards is None else self.shards.reduce(x, axes, "sum")
+        return total / size
 
     def largest(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """The largest of all processes' values, infinite if one of them is NaN."""
