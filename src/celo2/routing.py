@@ -32,6 +32,7 @@ ATTENTION_OUT = re.compile(r"^(o|out|output|attn_vec)(_?(proj|kernel|einsum|w))?
 FUSED = re.compile(r"^(qkv|kv)(_?(proj|kernel|w))?$")
 WRAPPERS = {"params", "model", "module", "_orig_mod"}
 
+OUTPUT_HEAD = "output head"  # why AdamW updates a tensor, which scale="spectral" asks
 MATRIX = (-2, -1)  # the axes of the matrix in a viewed tensor
 
 
@@ -127,29 +128,36 @@ def axes_of(view: MatrixView, shape: tuple[int, ...]) -> Axes:
     return Axes(True, (d0,), (d1,), tuple(range(-len(shape), 0)) if view.published else MATRIX)
 
 
-def scale_factor(scale: Scale, view: MatrixView, stored: tuple[int, ...]) -> float:
-    """What an update of unit RMS is multiplied by; 1 for a vector, and with "rms".
-
-    An orthogonal matrix (in, out) has an RMS of 1/√max(in, out), so one of unit RMS has singular
-    values of √max(in, out). With "spectral" they are √max(1, out/in) for every size, times the
-    √REFERENCE_WIDTH that a square matrix of that width has with "rms". As max(1, out/in) is
-    max(in, out)/in, the factor depends on `in` alone.
-
-    >>> scale_factor("spectral", MatrixView((), (0,), (1,)), (512, 2048))
-    0.5
-    """
-    if scale == "rms" or view.is_vector:
-        return 1.0
-    inputs = view.shape(stored)[-2]
-    return math.sqrt(REFERENCE_WIDTH / max(1, inputs))
-
-
 class Route(NamedTuple):
     """Who updates a tensor, why, and how it is viewed as a matrix."""
 
     updater: Updater
     reason: str
     view: MatrixView
+
+
+def scale_factor(scale: Scale, route: Route, stored: tuple[int, ...]) -> float:
+    """The factor on an update; 1 with "rms", for vectors and for embeddings.
+
+    An orthogonal matrix (in, out) has an RMS of 1/√max(in, out), so one of unit RMS has singular
+    values of √max(in, out). With "spectral" they are √max(1, out/in) for every size, times the
+    √REFERENCE_WIDTH that a square matrix of that width has with "rms". As max(1, out/in) is
+    max(in, out)/in, the factor depends on `in` alone. An output head updated by AdamW, whose
+    elements change by about the learning rate whatever the size, gets REFERENCE_WIDTH / in: its
+    outputs then change by the same amount at every width (µP, Yang et al. 2022).
+
+    >>> view = MatrixView((), (0,), (1,))
+    >>> scale_factor("spectral", Route("rule", "matrix", view), (512, 2048))
+    0.5
+    >>> scale_factor("spectral", Route("adam", OUTPUT_HEAD, view), (512, 2048))
+    0.25
+    """
+    if scale == "rms" or route.view.is_vector:
+        return 1.0
+    inverse_width = REFERENCE_WIDTH / max(1, route.view.shape(stored)[-2])
+    if route.updater == "rule":
+        return math.sqrt(inverse_width)
+    return inverse_width if route.reason == OUTPUT_HEAD else 1.0
 
 
 def route(
@@ -280,7 +288,7 @@ def default_updater(
     if any(EMBEDDING.search(name) for name in names) and not any(map(HEAD.match, names)):
         return "adam", "embedding"
     if any(map(HEAD.match, names)) or (names and TOP_LEVEL_HEAD.match(names[0])):
-        return "adam", "output head"
+        return "adam", OUTPUT_HEAD
     return "rule", "matrix"
 
 

@@ -75,11 +75,10 @@ def test_rule_s_rms_variant_is_a_fifth():
 
 def test_scale_of_a_run_reaches_the_rule():
     rms, spectral = (first_update(small("celo2", scale=scale)) for scale in ("rms", "spectral"))
-    factor = np.sqrt(REFERENCE_WIDTH / 4)
-    np.testing.assert_allclose(
-        spectral["hidden"]["kernel"], factor * rms["hidden"]["kernel"], rtol=1e-5
-    )
-    np.testing.assert_array_equal(spectral["head"]["kernel"], rms["head"]["kernel"])
+    hidden, head = rms["hidden"]["kernel"], rms["head"]["kernel"]
+    factors = np.sqrt(REFERENCE_WIDTH / len(hidden)), REFERENCE_WIDTH / len(head)
+    np.testing.assert_allclose(spectral["hidden"]["kernel"], factors[0] * hidden, rtol=1e-5)
+    np.testing.assert_allclose(spectral["head"]["kernel"], factors[1] * head, rtol=1e-5)
     with pytest.raises(ValueError, match="scale='norm' is not one of rms, spectral"):
         small("celo2", scale="norm")
 

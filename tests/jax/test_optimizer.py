@@ -160,6 +160,22 @@ def test_spectral_scale_gives_orthogonal_updates_the_singular_values_that_it_pro
         make(scale="norm")
 
 
+def test_spectral_scale_divides_the_updates_of_heads_by_their_inputs():
+    shapes = {"hidden": (8, 32), "head": (32, 5), "embed": (5, 8), "bias": (8,)}
+    params, grads = normal_tree(shapes, seed=1), normal_tree(shapes, seed=2)
+    # Decay counts as it does with "rms".
+    make = partial(celo2, 1.0, rule=RULE, weight_decay=0.1)
+    (rms,), (spectral,) = (train(make(scale=s), params, [grads])[0] for s in ("rms", "spectral"))
+    decay = -0.1 * ADAM_MULTIPLIER * params["head"]
+    factor = REFERENCE_WIDTH / 32
+    close(spectral["head"] - decay, factor * (rms["head"] - decay))
+    for name in ("embed", "bias"):
+        np.testing.assert_array_equal(spectral[name], rms[name])
+    # Asked for by hand, AdamW updates a matrix as it is.
+    (masked,), *_ = train(make(scale="spectral", adam_mask=True), params, [grads])
+    close(masked["head"], rms["head"])
+
+
 @pytest.mark.parametrize("as_function", [True, False])
 def test_adam_mask_decides_alone(as_function):
     mask = {name: name == "hidden" for name in SHAPES}

@@ -177,6 +177,29 @@ def test_equal_shapes_with_other_inputs_have_scales_of_their_own():
     assert transposed == pytest.approx(LR * np.sqrt(REFERENCE_WIDTH / 4), rel=1e-4)
 
 
+@pytest.mark.parametrize("foreach", [None, False])
+def test_spectral_scale_divides_the_updates_of_heads_by_their_inputs(foreach):
+    moved = {}
+    for scale in ("rms", "spectral"):
+        torch.manual_seed(0)
+        # The middle one has the head's shape.
+        model = nn.Sequential(nn.Embedding(5, 32), nn.Linear(32, 5), nn.Linear(5, 32))
+        model.append(nn.Linear(32, 5))
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        optimizer = Celo2(
+            model, LR, rule=make_rule(), scale=scale, overrides={"^1": "adam"}, foreach=foreach
+        )
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+        moved[scale] = {n: param.detach() - before[n] for n, param in model.named_parameters()}
+    reasons = {line.path: line.reason for line in optimizer.explain()}
+    assert reasons["3.weight"] == "output head"
+    factors = {"3.weight": REFERENCE_WIDTH / 32, "2.weight": np.sqrt(REFERENCE_WIDTH / 5)}
+    for name, update in moved["rms"].items():
+        wanted = factors.get(name, 1.0) * update
+        torch.testing.assert_close(moved["spectral"][name], wanted, rtol=1e-4, atol=1e-7)
+
+
 def test_policies_can_be_switched_off():
     check_parity(SMALL, atol=5e-4, skip_nonfinite=False, hold_unused=False)
 

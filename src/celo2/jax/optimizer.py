@@ -359,8 +359,9 @@ def celo2(
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         weight_decay_mask: a tree of booleans, or a function of the params that returns one.
         rms_scale: a further factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
-        scale: "rms" gives the updates of all matrices one RMS; "spectral" multiplies them by
-            √(128 / in), which makes singular values proportional to √max(1, out / in).
+        scale: "rms" gives the updates of all matrices the same RMS. "spectral" multiplies them by
+            √(128 / in), and those of output heads by 128 / in, so that a learning rate tuned on
+            a narrow model fits a wide one.
         adam_learning_rate: AdamW's rate or schedule; 5 times `learning_rate` by default.
         adam_b1, adam_b2, adam_eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
@@ -399,8 +400,8 @@ def celo2(
         optax.scale_by_learning_rate(learning_rate),
     )
     adam = adam or optax.scale_by_adam(adam_b1, adam_b2, adam_eps, nesterov=adam_nesterov)
-    adam_branch = optax.chain(
-        _guarded(adam, skip_nonfinite),
+    adam = _guarded(adam, skip_nonfinite)
+    adam_descent = (
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(
             scale_rate(ADAM_MULTIPLIER, learning_rate)
@@ -411,11 +412,14 @@ def celo2(
 
     def partition(tree) -> optax.GradientTransformationExtraArgs:
         routes = route_all(tree, rule.config, adam_mask, overrides, published)
-        views = [route.view for route in routes if route.updater == "rule"]
         labels = jax.tree.structure(tree).unflatten([route.updater for route in routes])
+        by_rule, by_adam = (
+            [route for route in routes if route.updater == updater] for updater in ("rule", "adam")
+        )
+        learned = on_views([route.view for route in by_rule])
         branches: dict[Hashable, optax.GradientTransformation] = {
-            "rule": optax.chain(on_views(views), _rescale(rms_scale, scale, views), *descent),
-            "adam": adam_branch,
+            "rule": optax.chain(learned, _rescale(rms_scale, scale, by_rule), *descent),
+            "adam": optax.chain(adam, _rescale(1.0, scale, by_adam), *adam_descent),
         }
         # In a function: the tree itself may be callable, an equinox module for one.
         return optax.partition(branches, lambda _: labels)
@@ -454,16 +458,16 @@ celo2_base.__signature__ = inspect.signature(functools.partial(celo2, rule="celo
 
 
 def _rescale(
-    rms_scale: float | Array, scale: Scale, views: list[MatrixView]
+    factor: float | Array, scale: Scale, routes: list[Route]
 ) -> optax.GradientTransformation:
-    """Multiplies the updates of tensors with these views, in the order of leaves."""
+    """Multiplies the updates of tensors with these routes, in the order of leaves."""
 
     def update(updates, state, params=None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         scaled = [
-            rms_scale * scale_factor(scale, view, leaf.shape) * leaf
-            for view, leaf in zip(views, leaves, strict=True)
+            factor * scale_factor(scale, route, leaf.shape) * leaf
+            for route, leaf in zip(routes, leaves, strict=True)
         ]
         return treedef.unflatten(scaled), state
 

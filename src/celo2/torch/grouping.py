@@ -49,7 +49,7 @@ class Member(NamedTuple):
     grad: Tensor
     state: dict[str, Tensor]
     frame: Any = None  # a Frame, where the rule moves it
-    factor: float = 1.0  # on an update of the rule
+    factor: float = 1.0  # on the update
 
 
 def _equal(members: list[Member], foreach: bool | None) -> Iterable[list[Member]]:
@@ -219,7 +219,8 @@ def _move_stack_by_adam(group: Group, lr: Rate, members: list[Member]) -> None:
     corrections = [x.view(-1, *[1] * len(everywhere)) for x in corrections]
     for block in plan.blocks(param.shape, 8):
         own, own_grad, *old = take((param, grad, *averages), block)
-        _move_block(group, lr, own, own_grad, old, [part(x, block) for x in corrections])
+        by_block = [part(x, block) for x in corrections]
+        _move_block(group, lr, members[0].factor, own, own_grad, old, by_block)
         put((param, *averages), block, (own, *old))
 
 
@@ -237,6 +238,7 @@ def _bias_corrections(
 def _move_block(
     group: Group,
     lr: Rate,
+    factor: float,
     param: Tensor,
     grad: Tensor,
     averages: list[Tensor],
@@ -260,6 +262,6 @@ def _move_block(
     moved = param if param.dtype == update.dtype else param.to(update.dtype)
     if group["weight_decay"]:
         moved.mul_(1 - rate * group["weight_decay"])
-    moved.sub_(update.mul_(rate))
+    moved.sub_(update.mul_(factor * rate))
     if moved is not param:
         torch._foreach_copy_([param], [moved])

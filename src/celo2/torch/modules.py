@@ -15,6 +15,7 @@ from celo2.routing import (
     CONVOLUTION,
     EMBEDDING,
     HEAD,
+    OUTPUT_HEAD,
     Explanation,
     Line,
     MatrixView,
@@ -71,7 +72,7 @@ def describe(model: nn.Module, head: nn.Module | None = None) -> list[Named]:
     move, such as quantized weights, are left out.
     """
     owners = _owners(model)
-    layers = _known_layers(model) | {id(head): "output head"}
+    layers = _known_layers(model) | {id(head): OUTPUT_HEAD}
     found = []
     for name, param in model.named_parameters():
         if not (param.requires_grad or param.dtype.is_floating_point):
@@ -118,7 +119,7 @@ def _known_layers(model: nn.Module) -> dict[int, str]:
     for name, module in model.named_modules():
         own_name = PEFT.sub("", name).split(".")[-1]
         if layers and module is layers[-1] and LAST_LAYER.match(own_name):
-            known[id(module)] = "output head"
+            known[id(module)] = OUTPUT_HEAD
         # Of a head that has layers of its own, only the last one is the output.
         if isinstance(module, nn.Sequential) and any(map(HEAD.match, path_names(name)[-1:])):
             known |= {id(layer): HIDDEN for layer in _layers_of(module)[:-1]}

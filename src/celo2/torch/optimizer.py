@@ -65,8 +65,9 @@ class Celo2(torch.optim.Optimizer):
         rule: a Rule, the name of a shipped one, a rule file or an hf:// address.
         weight_decay: decoupled, multiplied by the learning rate of each branch.
         rms_scale: a factor on the rule's updates, 0.2 for the "RMS×0.2" variant.
-        scale: "rms" gives the updates of all matrices one RMS; "spectral" multiplies them by
-            √(128 / in), which makes singular values proportional to √max(1, out / in).
+        scale: "rms" gives the updates of all matrices the same RMS. "spectral" multiplies them by
+            √(128 / in), and those of output heads by 128 / in, so that a learning rate tuned on
+            a narrow model fits a wide one.
         adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
@@ -221,15 +222,15 @@ class Celo2(torch.optim.Optimizer):
 
     def _member(self, group: dict[str, Any], param: Tensor, route: Route) -> Member:
         state, grad = self.state[param], aligned(param.grad, param)
+        factor = scale_factor(group["scale"], route, tuple(param.shape))
         if route.updater == "adam":
             if not state:
                 state.update(init_adam_state(param))
-            return Member(param, grad, state)
+            return Member(param, grad, state, factor=factor)
         frame = frame_of(param, route.view)
         if not state:
             config = self._rules[group["rule"]].config
             state.update(init_moments(config, frame, param, group["momentum_dtype"]))
-        factor = scale_factor(group["scale"], route.view, tuple(param.shape))
         return Member(param, grad, state, frame, factor)
 
     def _move_by_rule(
