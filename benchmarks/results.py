@@ -329,8 +329,8 @@ def nanogpt_table(path: Path) -> str:
         rates = f"{show_rate(min(first))} … {show_rate(max(first))}"
         cells = [NAMES[name], rates, show_rate(best), f"{fmean(losses):.3f}", seeds, usual]
         lines.append(cells)
-    header = ["final validation loss", "rates tried", "best rate", "there", "range of seeds"]
-    return markdown([*header, "at 1e-3"], lines)
+    header = ["final validation loss", "rates tried", "best rate", "loss at best rate"]
+    return markdown([*header, "range of seeds", "loss at 1e-3"], lines)
 
 
 def nanogpt_words(path: Path) -> str:
@@ -365,10 +365,9 @@ def table(sweep: Sweep, task: str) -> str:
     entries = in_order(sweep.tasks[task])
     metric, _ = metric_of(entries[0])
     baseline = baseline_of(entries)
-    rows = [
-        f"| optimizer | best rate | tried | final {metric} | range of seeds | AdamW's final at |"
-    ]
-    rows.append("|---|---|---|---|---|---|")
+    header = ["optimizer", "best rate", "rates tried", f"final {metric}", "range of seeds"]
+    header.append(f"reaches AdamW's final {metric} at")
+    rows = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for entry in entries:
         scores = score_range(entry.seeds)
         found = None if baseline is None or entry is baseline else reach(entry, baseline)

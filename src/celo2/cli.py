@@ -66,23 +66,23 @@ def convert(
 ) -> None:
     """Turn a published checkpoint of Celo2, Celo or VeLO into a rule file.
 
-    A checkpoint records its arrays only: what else it was trained with is said here.
+    A checkpoint holds only arrays; the options say what else it was trained with.
 
     Args:
-        checkpoint: the authors' file: theta.state, or VeLO's params; or the RNN of VeLO in
-            PyTorch.
-        out: the .safetensors file to write.
-        preset: the config to start from; the options below change single fields of it.
-        form: how direction and magnitude make an update.
-        norm: how an update is scaled.
-        orthogonalize: whether matrices go through Newton–Schulz.
-        vectors: who updates tensors with fewer than two axes.
-        rms_decay: decay of the elementwise second moment.
-        momentum_decays: one momentum per decay.
-        factored_decays: one factored second moment per decay.
-        mlp: the MLP of VeLO in PyTorch, which is two files.
-        bank_scale: of VeLO, 100 by default; 1 for those that Celo's authors trained.
-        loss_horizon: of VeLO and Celo; 10 for one made with use_bugged_loss_features.
+        checkpoint: the authors' file: theta.state, VeLO's params, or VeLO's RNN file in PyTorch.
+        out: rule file to write (.safetensors).
+        preset: config to start from; --form to --factored-decays override its fields.
+        form: formula of the update from direction and magnitude; None: the preset's.
+        norm: scaling of the update; None: the preset's.
+        orthogonalize: whether the updates of matrices are orthogonalized; None: as in the preset.
+        vectors: optimizer of tensors with fewer than two axes; None: the preset's.
+        rms_decay: decay of the elementwise second moment; None: the preset's.
+        momentum_decays: decays of the momenta; None: the preset's.
+        factored_decays: decays of the factored second moments; None: the preset's.
+        mlp: the MLP file of VeLO in PyTorch, which has two files.
+        bank_scale: factor on VeLO's mixed MLP; None: 100. Checkpoints by Celo's authors need 1.
+        loss_horizon: longest time constant of the mean losses of VeLO and Celo, in steps.
+            None: the steps of a run. Checkpoints made with use_bugged_loss_features need 10.
     """
     from celo2 import published
 
@@ -109,12 +109,12 @@ def convert(
 
 
 def info(rule: str, json: bool = False) -> None:
-    """Show what a rule is: config, size, digest, origin, and what its first layer listens to.
+    """Show a rule: config, size, digest, origin, and how much its first layer weighs each feature.
 
-    Also a rule for VeLO or Celo.
+    Rules for VeLO and Celo can be shown too.
 
     Args:
-        rule: a .safetensors file, a shipped name or an hf:// address.
+        rule: a rule file (.safetensors), the name of a shipped rule or an hf:// address.
         json: print one JSON object instead of a table.
     """
     facts = _facts(rulefile.find_rule(rule))
@@ -127,11 +127,11 @@ def push(
     """Put a rule on the Hugging Face hub.
 
     Args:
-        rule: a .safetensors file, a shipped name or an hf:// address.
-        repo: where to, user/repo; made if it does not exist.
+        rule: a rule file (.safetensors), the name of a shipped rule or an hf:// address.
+        repo: repository to write to, user/repo; created if it does not exist.
         private: make a new repository private.
-        card: write a README.md too, over the one that is there.
-        file: name of the rule's file in the repository.
+        card: also write a README.md, replacing one that exists.
+        file: file name of the rule in the repository.
     """
     chosen = rulefile.find_rule(rule)
     address = rulefile.HUB_PREFIX + repo + ("" if file == rulefile.HUB_FILE else f"/{file}")
@@ -157,18 +157,20 @@ def _later(module: str, function: str) -> Callable[[], Callable[..., Any]]:
 
 
 COMMANDS = {
-    "meta-train": Command("make a rule", _later("meta_train", "meta_train"), reads_arguments=True),
-    "status": Command("show how far a meta-training run is", _later("meta_train", "status")),
+    "meta-train": Command(
+        "meta-train a rule", _later("meta_train", "meta_train"), reads_arguments=True
+    ),
+    "status": Command("show the progress of a meta-training run", _later("meta_train", "status")),
     "plot": Command("draw a meta-training run or a sweep", _later("evaluate", "plot")),
     "try": Command("try a rule on held-out problems", _later("evaluate", "try_rule")),
     "run": Command("train a task with an optimizer", _later("evaluate", "run")),
-    "sweep": Command("compare optimizers: the runs of a recipe", _later("evaluate", "sweep")),
-    "report": Command("make one HTML page of a sweep", _later("evaluate", "report")),
+    "sweep": Command("compare optimizers as a recipe says", _later("evaluate", "sweep")),
+    "report": Command("write the HTML page of a sweep", _later("evaluate", "report")),
     "data": Command(
         "fetch image sets, make token folders", _later("data", "data"), reads_arguments=True
     ),
     "convert": Command("turn a published checkpoint into a rule file", lambda: convert),
-    "info": Command("show what a rule is", lambda: info),
+    "info": Command("show a rule: its config, size and origin", lambda: info),
     "push": Command("put a rule on the Hugging Face hub", lambda: push),
 }
 

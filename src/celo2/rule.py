@@ -90,19 +90,20 @@ class RuleConfig:
 
     Args:
         hidden: widths of the MLP's hidden layers.
-        momentum_decays: one momentum per decay.
+        momentum_decays: decays of the momenta, one momentum each.
         rms_decay: decay of the elementwise second moment.
-        factored_decays: one factored second moment per decay.
-        form: how direction and magnitude make an update.
-        norm: how an update is scaled.
-        orthogonalize: whether matrices go through Newton–Schulz.
-        vectors: who updates tensors with fewer than two axes.
-        gated: whether the first layer is w0 + g0 × cancellation, which measures how much the
-            gradients of successive steps cancel each other: `cancellation_scale`. Not in the paper.
-        overshoot: the part of the second Newton–Schulz iterate that is subtracted from the last
-            where the cancellation is highest, less in proportion elsewhere: small singular values
-            then get longer steps than large ones. At most 0.5, beyond which some would be
-            reversed. Not in the paper.
+        factored_decays: decays of the factored second moments, one moment each.
+        form: formula of the update from the MLP's direction d and magnitude m: d; d_exp_m is d
+            exp(0.001 m); d_exp_m_avg uses the mean of m.
+        norm: scaling of the update: raw (none); norm, to an RMS of 1; norm_clip, to an RMS of at
+            most 1; the rolling forms use the mean RMS of all updates so far.
+        orthogonalize: whether the updates of matrices are orthogonalized by Newton–Schulz.
+        vectors: optimizer of tensors with fewer than two axes: adam, or the rule.
+        gated: whether to add a second matrix, g0, to the first layer's w0 in proportion to how far
+            successive gradients cancel each other (`cancellation_scale`). Not in the paper.
+        overshoot: largest fraction of the second Newton–Schulz iterate to subtract from the last
+            one, at most 0.5; reached where successive gradients cancel each other most. Gives small
+            singular values longer steps than large ones. Not in the paper.
     """
 
     hidden: tuple[int, ...] = (8, 8)

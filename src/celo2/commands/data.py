@@ -40,15 +40,15 @@ def fetch_datasets(
     full: bool = False,
     force: bool = False,
 ) -> None:
-    """Download datasets from the Hugging Face hub: image sets, shrunk to 8×8, or Wikipedia's text.
+    """Download image sets (as 8×8 grey images) or Wikipedia's text from the Hugging Face hub.
 
     Args:
-        datasets: which of mnist, fashion_mnist, cifar10, svhn, wikipedia; by default the four
-            image sets.
-        names: the same, as an option.
-        data: the folder to write to; by default CELO2_DATA, else the cache folder.
+        datasets: datasets to download: mnist, fashion_mnist, cifar10, svhn, wikipedia.
+            If none is given, the four image sets.
+        names: the same names, as an option.
+        data: folder to write to; None: CELO2_DATA if that is set, else the cache folder.
         full: also keep the images at full size.
-        force: download again what exists already.
+        force: download files again that exist already.
     """
     chosen = (*datasets, *names) or IMAGE_SETS
     report = partial(print, file=sys.stderr)
@@ -64,14 +64,14 @@ def make_token_folder(
     from_: Sources = (),
     force: bool = False,
 ) -> None:
-    """Make a token folder, for the option --text of a language model.
+    """Make a token folder, which --text of a language model reads.
 
     Args:
-        out: the folder to make.
-        options: how.
-        from_: text files or files of JSON lines (.jsonl), either as .xz or .gz too; or fineweb or
-            fineweb-edu, streamed from the Hugging Face hub.
-        force: replace a token folder that exists already.
+        out: folder to make.
+        options: tokenizer, number of tokens and splits.
+        from_: text files or JSON-lines files (.jsonl), also compressed as .xz or .gz;
+            or fineweb or fineweb-edu, which are streamed from the Hugging Face hub.
+        force: replace an existing token folder.
     """
     with progress_bar(options.tokens, " tokens", unit_scale=True, delay=DELAY) as bar:
 
@@ -84,10 +84,10 @@ def make_token_folder(
 
 
 def check_tokens(folder: str) -> None:
-    """Read a token folder and compare its files with the checksums they were written with.
+    """Compare the files of a token folder with the checksums it was written with.
 
     Args:
-        folder: one that `celo2 data tokens` made.
+        folder: token folder to check, made by `celo2 data tokens`.
     """
     found = read_token_folder(folder)
     verify_token_folder(found)

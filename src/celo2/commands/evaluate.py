@@ -52,24 +52,24 @@ def run(
     mesh: str | None = None,
     launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
-    """Train a task with an optimizer and record how it goes.
+    """Train a task with an optimizer and record losses and costs.
 
-    Ctrl-C and SIGTERM save first (exit status 130 and 143), a second one ends at once; a run that
-    diverged has status 3.
+    Ctrl-C and SIGTERM save a checkpoint and stop (exit status 130 and 143); a second one stops
+    at once. A run that diverged has exit status 3.
 
     Args:
-        config: the run.
-        out: the run's folder; by default runs/ and a name made from the options.
-        data: folder of the data files; by default CELO2_DATA, else the cache folder.
-        resume: continue where there is a checkpoint, else start over.
-        dry_run: only show what the run would be; needs no data.
-        checkpoint_every: steps between checkpoints; by default as many as take 5 minutes.
-        keep: leave the last checkpoint of a finished run where it is.
-        tensorboard: write the records' numbers to the folder's tensorboard too.
-        wandb: send them to the project celo2 of Weights & Biases too.
-        mesh: how many devices share the batch and the parameters, and how many each layer, such as
-            data=4,model=2; by default one device, or all on data if there are several processes.
-        launch: processes and devices; by default as many CPU devices as the mesh needs.
+        config: task, optimizer and their settings.
+        out: folder for the run; None: runs/ plus a name made from the options.
+        data: folder of the data files; None: CELO2_DATA if that is set, else the cache folder.
+        resume: continue from the newest checkpoint; starts from the beginning if there is none.
+        dry_run: describe the run and exit; needs no data.
+        checkpoint_every: steps between checkpoints; None: about 5 minutes between them.
+        keep: keep the last checkpoint after the run has finished.
+        tensorboard: also write the records to the folder tensorboard/ of the run.
+        wandb: also send the records to Weights & Biases, project celo2.
+        mesh: device mesh, such as data=4,model=2 (data: batch, parameters; model: each layer).
+            None: one device; all devices along data if there are several processes.
+        launch: processes and devices; None: as many CPU devices as the mesh needs.
     """
     search_working_directory()
     config = resolve(config)
@@ -118,27 +118,26 @@ def sweep(
     mesh: str | None = None,
     launch: Annotated[Launch, Flat] = ALONE,
 ) -> int:
-    """Make the runs of a recipe and a page that compares them.
+    """Run every training run of a recipe and write a page that compares them.
 
-    Rules that the recipe trains are made first. Finished runs are skipped, broken ones resumed; the
-    page is report.html in their folder. Ctrl-C and SIGTERM save first. A run that diverges or
-    fails does not stop the others; if one failed, the exit status is 1.
+    Rules that the recipe trains come first. Finished runs are skipped and interrupted ones
+    resumed; the page is report.html in their folder. Ctrl-C and SIGTERM save a checkpoint and
+    stop. A run that diverges or fails does not stop the others; the exit status is 1 if one failed.
 
     Args:
-        recipe: a TOML file, such as recipes/quick.toml.
-        out: the folder of the runs; by default runs/ and the recipe's name.
-        data: folder of the data files; by default CELO2_DATA, else the cache folder.
-        jobs: processes that share the runs, and the cores.
-        accelerators: their numbers, each given to one of as many processes.
-        also: further rules as LABEL=RULE, each tuned as the recipe tunes celo2; velo=FILE and
-            celo=FILE are VeLO and Celo with that rule, which are not tuned.
-        only: labels of the optimizers to run now, and to list; all by default.
-        known: a packed file (`celo2 report --pack`) whose runs need not be made again.
-        dry_run: only show what the runs would be; needs no data.
-        first: the run to begin with.
-        report: write the page at the end, if any run has ended.
-        mesh: the devices that make each run together, such as data=4,model=2; see `celo2 run`.
-        launch: processes and devices of that mesh.
+        recipe: recipe to run, a TOML file such as recipes/quick.toml.
+        out: folder for the runs and the page; None: runs/ plus the recipe's name.
+        data: folder of the data files; None: CELO2_DATA if that is set, else the cache folder.
+        jobs: number of processes that share the runs and the CPU cores.
+        accelerators: numbers of the accelerators to use, such as 0 1 2, with one process on each.
+        also: further rules: LABEL=RULE is tuned as celo2 is; velo=FILE and celo=FILE are not tuned.
+        only: labels of the optimizers to run and list (all if none is given).
+        known: packed file (`celo2 report --pack`) from which to take finished runs.
+        dry_run: describe the runs and exit; needs no data.
+        first: position of the run to start with; those before it are run last.
+        report: write report.html at the end if any run has finished.
+        mesh: device mesh of every run, such as data=4,model=2; see `celo2 run --help`.
+        launch: processes and devices of the mesh.
     """
     search_working_directory()
     plan = choose(read_recipe(recipe, dict(map(split_label, also)), out), only)
@@ -260,21 +259,19 @@ def try_rule(
 ) -> int:
     """Train small models with a rule, each at several learning rates, and compare their losses.
 
-    Every optimizer is tuned over as many rates, and its best one is run with several seeds. A
-    score is the mean of log(loss / the other's loss) over tasks and seeds, with its standard
-    error: below 0 is better.
+    Every optimizer is tuned over the same number of rates, and its best rate is run with several
+    seeds. The score against another optimizer is the mean of log(loss / its loss) over tasks and
+    seeds, with a standard error; negative is better.
 
     Args:
-        rule: a .safetensors file, a shipped name or an hf:// address.
-        size: full are six small tasks on real data; quick ones need none, and say less. By
-            default full where the data folder has the images.
-        against: what to compare with, separated by commas: adamw, muon or other rules.
-        adam_multiplier: the rate of Adam beside every rule, as a multiple of the rule's; 5 by
-            default.
-        data: folder of the data files; by default CELO2_DATA, else the cache folder.
-        out: the folder of the runs, in which finished ones are not made again; by default
-            runs/try-full or runs/try-quick.
-        json: print one JSON object with every rate's loss instead of a table.
+        rule: a rule file (.safetensors), the name of a shipped rule or an hf:// address.
+        size: suite of problems: full has six small tasks on real data, quick needs no data files.
+            None: full if the data folder has the images, else quick.
+        against: optimizers to compare with, separated by commas: adamw, muon or rules.
+        adam_multiplier: Adam's rate beside each rule, as a multiple of the rule's rate; None: 5.
+        data: folder of the data files; None: CELO2_DATA if that is set, else the cache folder.
+        out: folder for the runs; finished ones are reused. None: runs/try-full or runs/try-quick.
+        json: print one JSON object with the loss at every learning rate instead of a table.
     """
     from celo2.evaluate import validation
 
@@ -297,13 +294,12 @@ def try_rule(
 
 
 def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
-    """Make one HTML page of a sweep, which needs no other file: tables, figures, what to doubt.
+    """Write a sweep's tables, figures and caveats as a single HTML file that needs no other file.
 
     Args:
-        sweep: the folder of the runs, or one packed file; only records are read.
-        out: the file to write; by default report.html in the sweep's folder, or beside the file.
-        pack: write the records of the folder to this one file as well, with sixteen train rows of
-            each run.
+        sweep: folder of a sweep's runs, or a packed file of them; only records are read.
+        out: file to write; None: report.html in the folder, or the packed file's name with .html.
+        pack: also write the records to this packed file, keeping 16 training rows of each run.
     """
     from celo2.evaluate.report import write_page
 
@@ -317,15 +313,15 @@ def report(sweep: str, out: str | None = None, pack: str | None = None) -> None:
 
 
 def plot(run: str, out: str | None = None) -> None:
-    """Draw a meta-training run or a sweep, whichever the folder holds; only records are read.
+    """Draw the figures of a meta-training run or of a sweep, from their records.
 
-    Of a meta-training run: meta-loss, held-out problems, the rule's first layer. Of a sweep, for
-    each task: curves, learning rates, all settings, RMS of updates and of parameters; one figure
-    for tasks that differ in size, and one with intervals where there are several seeds.
+    For a meta-training run: the meta-loss, the held-out problems and the rule's first layer. For
+    each task of a sweep: curves, learning rates, all settings, and the RMS of updates and
+    parameters; one more figure for tasks that differ in size, and one for several seeds.
 
     Args:
-        run: the folder of the run, or of the sweep's runs, or one packed file of a sweep.
-        out: the folder for the figures; the run's own by default, of a sweep `figures` in it.
+        run: folder of a meta-training run or of a sweep's runs, or a packed file of a sweep.
+        out: folder for the figures; None: the run's own, or figures/ beside the sweep's records.
     """
     from celo2.evaluate.plots import plot_sweep
     from celo2.metatrain.plots import plot_run

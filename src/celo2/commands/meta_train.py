@@ -40,30 +40,35 @@ from celo2.runs.records import Row
 class Options:
     """Meta-train a rule.
 
-    Without image sets in the data folder it trains on scikit-learn's digits. Ctrl-C and SIGTERM
-    save first (exit status 130 and 143), a second one ends at once; a run that diverged has
-    status 3.
+    Without image sets in the data folder, the inner problems are on scikit-learn's digits. Ctrl-C
+    and SIGTERM save a checkpoint and stop (exit status 130 and 143); a second one stops at
+    once. A run that diverged has exit status 3.
 
     Args:
-        out: the run's folder.
-        meta: the config.
-        preset: the config to start from; options below change single fields of it.
-        config: a TOML file whose fields come before the preset's; options come before both.
-        families: names of the kinds of inner problems; a TOML file says more of each.
-        resume: continue where there is a checkpoint, else start.
-        minutes: save and stop after that long.
-        init_from: the rule a new run starts from: a file, a shipped name or an hf:// address.
-        checkpoint_every: iterations between checkpoints; by default as many as take 5 minutes.
-        data: folder of the image sets; by default CELO2_DATA, else the cache folder.
-        launch: processes and devices; by default a CPU device for each core that can share the
-            problems, or 1 if there are several processes.
-        try_every: iterations between tries on held-out problems (`celo2 try`), which run beside
-            it; 0 never tries.
-        try_size: which suite of problems; by default full where the data folder has the images.
-        patience: iterations in a row that may go wrong before a run is given up.
-        max_weight_norm: norm of the rule's weights above which a run is given up.
-        tensorboard: write to RUN_DIR/tensorboard too.
-        wandb: send to Weights & Biases too.
+        out: folder for the run.
+        meta: what is learned, from which problems and how.
+        preset: config of the paper to start from; --config and the other options override its
+            fields.
+        config: TOML file with fields of the config; overrides --preset and is overridden by
+            options.
+        families: names of the families of inner problems, with their usual settings; for others
+            use [[families]] in --config.
+        resume: continue from the newest checkpoint; starts from the beginning if there is none.
+        minutes: save and stop after this many minutes; None: run to the last iteration.
+        init_from: rule to start a new run from: a file, the name of a shipped rule or an hf://
+            address; None: see --start.
+        checkpoint_every: iterations between checkpoints; None: about 5 minutes between them.
+        data: folder of the image sets; None: CELO2_DATA if that is set, else the cache folder.
+        launch: processes and devices; None: a CPU device for each core that can share the problems,
+            or 1 if there are several processes.
+        try_every: iterations between tries on held-out problems (`celo2 try`), which run in a
+            process of their own; 0: no tries.
+        try_size: suite of held-out problems; None: full if the data folder has the images, else
+            quick.
+        patience: number of failing iterations in a row after which the run is stopped as diverged.
+        max_weight_norm: norm of the rule's weights above which the run is stopped as diverged.
+        tensorboard: also write the records to the folder tensorboard/ of the run.
+        wandb: also send the records to Weights & Biases, project celo2.
     """
 
     out: str
@@ -213,12 +218,12 @@ def _seen_line(seen: list[str]) -> str:
 
 
 def status(run: str, json: bool = False) -> None:
-    """Show how far a meta-training run is, how it does, and a digest of its newest checkpoint.
+    """Show the progress and losses of a meta-training run, and a digest of its newest checkpoint.
 
-    Reads only. Equal digests mean equal runs: same state, same config, same data.
+    Changes nothing. Runs with equal digests have the same state, config and data.
 
     Args:
-        run: the run's folder.
+        run: folder of the run.
         json: print one JSON object instead of a table.
     """
     # The run may be using this machine's accelerator; reading needs none.

@@ -105,36 +105,39 @@ class RunConfig:
     """A training run; equal configs, data and rules make equal records on equal hardware.
 
     Args:
-        task: a name of celo2.tasks.TASKS, or `module:function`, which makes a celo2.tasks.Task.
-        optimizer: celo2, celo2-base, celo2-rms0.2, celo2-adam, adamw, muon, sgd, lion, a rule
-            file, an hf:// address, velo=FILE or celo=FILE with a rule for VeLO or Celo, or
-            `module:function`, called with (schedule, weight_decay).
-        label: the optimizer's name in tables; the optimizer itself by default.
-        learning_rate: the highest of the schedule; of VeLO and Celo the factor on every step,
-            which is 0.001 as they are published.
-        weight_decay: decoupled, multiplied by the learning rate, on every parameter; coupled in
-            VeLO and Celo, see celo2.jax.velo.
-        steps: of the trainer; the task's own number by default.
-        batch: examples of a step, accumulated ones included; the task's own by default.
-        accumulate: parts into which a batch is cut; their gradients are averaged.
-        schedule: how the learning rate falls from its highest value, to zero or not at all. VeLO
-            and Celo have their own: theirs is constant, without a warm-up.
-        warmup: the fraction of all updates over which it first rises from zero.
-        clip: the global norm above which gradients are scaled down; None never does.
-        adam_multiplier: the rate of Adam on vectors, embeddings and heads, as a multiple of
-            `learning_rate`; by default 5 for rules, 1 for Muon and for celo2-rms0.2.
-        scale: what the rule's updates have alike for matrices of all sizes, their RMS or their
-            singular values; see celo2.jax.celo2.
-        b1, b2, eps: Adam's settings, in AdamW and in that branch; b1 is SGD's momentum too.
-        precision: of the model's arithmetic; parameters and optimizer stay float32.
-        remat: compute activations again in the backward pass rather than keep them all; for
-            transformers.
-        seed: of the initial parameters and of the order of the data.
-        record_every: steps between train rows.
-        evaluate_every: steps between validations; by default a tenth of all steps.
-        evaluation_batches: batches of one validation, the same in every run.
-        text: what a language model reads, also a folder of tokens; the task's own by default. See
-            celo2.tasks.load_text and celo2.tasks.tokens.
+        task: task to train: a name in celo2.tasks.TASKS, or `module:function`, which makes a
+            celo2.tasks.Task.
+        optimizer: celo2, celo2-base, celo2-rms0.2, celo2-adam, adamw, muon, sgd or lion; a
+            rule file or an hf:// address; velo=FILE or celo=FILE with a rule for VeLO or Celo;
+            or `module:function`, called with (schedule, weight_decay).
+        label: name of the optimizer in tables; None: its own name.
+        learning_rate: peak of the learning-rate schedule; for VeLO and Celo a factor on every
+            step (published value: 0.001).
+        weight_decay: decoupled weight decay of all parameters, multiplied by the learning rate;
+            VeLO and Celo couple it, see celo2.jax.velo.
+        steps: number of training steps; None: the task's own.
+        batch: examples per step, over all parts of `accumulate`; None: the task's own number.
+        accumulate: number of parts in which a batch is computed; their gradients are averaged.
+        schedule: course of the learning rate after the warm-up: cosine or linear decay to zero, or
+            constant. VeLO and Celo always use constant.
+        warmup: length of the warm-up of the learning rate, as a fraction of all updates. VeLO and
+            Celo use none.
+        clip: maximum global norm of the gradients, which are scaled down to it; None: no clipping.
+        adam_multiplier: learning rate of Adam on vectors, embeddings and heads, as a multiple
+            of `learning_rate`; None: 5 for rules, 1 for Muon and celo2-rms0.2.
+        scale: scaling of a rule's updates: rms gives the updates of all matrices the same RMS;
+            spectral multiplies them by √(128 / inputs), see celo2.jax.celo2.
+        b1: first-moment decay of AdamW and of the Adam beside rules and Muon; momentum of SGD.
+        b2: second-moment decay of AdamW and of the Adam beside rules and Muon.
+        eps: epsilon of AdamW and of the Adam beside rules and Muon.
+        precision: number format of the model's arithmetic; parameters and optimizer stay float32.
+        remat: recompute activations in the backward pass to save memory; transformers only.
+        seed: random seed of the initial parameters and the order of the data.
+        record_every: steps between training records.
+        evaluate_every: steps between validations; None: a tenth of all steps.
+        evaluation_batches: batches per validation, the same ones in every run.
+        text: text of a language model: a name, a text file or a folder of tokens; None: the task's
+            own. See celo2.tasks.load_text and celo2.tasks.tokens.
     """
 
     task: str

@@ -29,13 +29,13 @@ class FamilyConfig:
 
     Args:
         name: one of `celo2.metatrain.families.FAMILIES`, or `module:function` that returns a Task.
-        problems: pairs per dataset of the family.
+        problems: inner problems per dataset of the family.
         batch: examples per inner step.
         truncation: inner steps per outer iteration.
-        unroll: shortest and longest unroll.
-        inner_rates: a range each problem draws its own rate from.
-        augmentation: at which level initial weights are rescaled.
-        weight: of its gradient among the families'.
+        unroll: shortest and longest unroll, in inner steps.
+        inner_rates: range from which each problem draws its learning rate.
+        augmentation: level at which initial weights are rescaled.
+        weight: weight of the family's meta-gradient in the sum over families.
     """
 
     name: str
@@ -57,51 +57,58 @@ class MetaConfig:
     """A meta-training run, the paper's by default; equal configs and data make equal rules.
 
     Args:
-        rule: what the rule computes.
-        start: what its first weights give: noise, or a known direction (Muon's is nesterov, Adam's
-            momentum_over_rms).
-        start_mix: in place of `start`, a mix of features: the name of each and its coefficients.
-        odd: keep the rule's direction an odd function of gradients and parameters.
-        learn: which weights: all of them; or the mix, what the two units that carry the start have
-            in the first layer, a coefficient for each feature and a threshold; or of that mix only
-            the coefficients of odd features, so that an odd rule stays linear.
-        iterations: outer iterations.
-        seed: of everything random.
-        families: the kinds of inner problems; none are the paper's image MLPs.
-        datasets: the image sets problems draw from; None takes the paper's four if they are at
-            hand, else the embedded digits.
-        task: `module:function` that returns a Task of your own, in place of the families.
-        problems: inner problems per dataset, each an antithetic pair.
+        rule: inputs, network and output of the rule.
+        start: initial direction of the rule: random, or that of a known optimizer (nesterov is
+            Muon's, momentum_over_rms is Adam's).
+        start_mix: initial direction as a mix of features, each name followed by its coefficients;
+            replaces `start`.
+        odd: make the rule's direction an odd function of gradients and parameters: it changes its
+            sign when they do.
+        learn: weights to learn: all; mix, only the mix of features that carries the start (a
+            coefficient for each feature and a threshold); linear, only the mix's coefficients of
+            odd features, so that an odd rule stays linear.
+        iterations: number of outer iterations.
+        seed: random seed of the whole run: initial weights, problems, data and perturbations.
+        families: families of inner problems; if empty, the paper's image MLPs.
+        datasets: image sets that problems draw from; None: the paper's four if the data folder has
+            them, else scikit-learn's digits.
+        task: `module:function` that returns a Task of your own, to train on instead of families.
+        problems: inner problems per dataset; evolution strategies train each one twice.
         batch: examples per inner step.
-        estimator: of the meta-gradient: evolution strategies, or backpropagation through the last
-            `truncation` steps of an unroll, each problem's gradient scaled to length 1.
+        estimator: estimator of the meta-gradient: an evolution strategy (pes, nres, truncated_es,
+            full_es), or backpropagation through the last `truncation` steps of an unroll.
         truncation: inner steps per outer iteration.
-        unroll: shortest and longest unroll; lengths are log-uniform multiples of `truncation`.
-        late_weight: power p of the weight (p + 1) (t / T)^p that a loss t steps into an unroll of
-            T has in the meta-objective; 0 is the mean loss.
-        balance: how the families' gradients are brought to one scale: not at all, or divided by
-            the running deviation of the loss differences.
-        sigma: standard deviation of the perturbations.
-        inner_learning_rate: of the rule.
-        inner_rates: in its place, a range each problem draws its own rate from, log-uniform;
-            divided by the problem's scale, so that it stays in proportion to the weights.
-        inner_warmup: part of an unroll over which the rule's rate rises from zero.
-        inner_decay: of the rule's rate over an unroll, or over its last `truncation` steps (late).
-        inner_weight_decays: values each problem draws its weight decay from.
-        inner_adam: who updates what the rule does not: Adam as in the published trainer (no bias
-            correction), Adam, or Adam with Nesterov's momentum.
-        adam_multiplier: Adam's rate, as a multiple of the rule's.
-        augmentation: at which level initial weights are rescaled.
-        augmentation_range: of those scales, log-uniform.
-        learning_rate: of the outer AdamW.
-        decay: of that rate over `iterations`.
-        warmup: iterations over which that rate rises from zero.
-        weight_decay: of the outer AdamW.
-        clip: largest norm of the outer gradient; None does not clip it.
-        averaging: decay of a running average of the outer weights, which is then the rule that is
-            tried and saved; 0 takes the newest weights.
-        loss_limit: inner losses above it, and those that are not finite, count as this; None is
-            1.5 times the log of the number of classes.
+        unroll: shortest and longest unroll, in inner steps; lengths are log-uniform multiples
+            of `truncation`.
+        late_weight: emphasis p on the end of an unroll: the loss at step t of T counts with
+            weight (p+1)(t/T)^p; 0 weighs all steps alike.
+        balance: scaling of the families' meta-gradients: none, or deviation, which divides each by
+            the running standard deviation of its loss differences.
+        sigma: standard deviation of the perturbations of the rule's weights.
+        inner_learning_rate: learning rate of the rule on inner problems.
+        inner_rates: range from which each problem draws its learning rate, log-uniform and in
+            proportion to its weights' scale; replaces `inner_learning_rate`.
+        inner_warmup: length of the inner warm-up, as a fraction of the unroll.
+        inner_decay: decay of the inner learning rate: constant; cosine, to zero over the unroll;
+            late, to zero over its last `truncation` steps.
+        inner_weight_decays: values from which each problem draws its weight decay.
+        inner_adam: optimizer of the tensors that the rule does not update: published (Adam without
+            bias correction, as in the published code), adam, or nesterov (Adam with Nesterov's
+            momentum).
+        adam_multiplier: learning rate of that optimizer, as a multiple of the rule's.
+        augmentation: random rescaling of initial weights: none, or one scale per problem (global),
+            per tensor or per parameter.
+        augmentation_range: smallest and largest of these scales, log-uniform.
+        learning_rate: learning rate of the outer optimizer, AdamW.
+        decay: decay of the outer learning rate: constant, or cosine (to zero at the end of the
+            run).
+        warmup: outer iterations in which the outer learning rate rises from zero.
+        weight_decay: weight decay of the outer optimizer.
+        clip: maximum norm of the meta-gradient, which is scaled down to it; None: no clipping.
+        averaging: decay of a running average of the rule's weights; the average is then tried and
+            saved. 0: no averaging.
+        loss_limit: upper limit of inner losses; larger ones and those that are not finite count as
+            the limit. None: 1.5 times the log of the number of classes.
     """
 
     rule: RuleConfig = field(default_factory=lambda: CELO2)

@@ -102,13 +102,13 @@ class Launch:
     """The processes and devices of a run.
 
     Args:
-        devices: CPU devices of this process; the command's own number by default.
-        distributed: be one of several processes; their address, number and count are found in the
-            environment (Slurm, Open MPI, TPU pods, GKE, or MASTER_ADDR, MASTER_PORT, RANK and
-            WORLD_SIZE) unless given below.
-        coordinator: host:port of process 0.
-        process_id: number of this process.
-        process_count: of all processes.
+        devices: number of CPU devices of this process; None: the command's own choice.
+        distributed: join the other processes of the run, which are found through Slurm, Open MPI,
+            TPU pods, GKE, or MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; the next three options
+            replace what is found.
+        coordinator: address of process 0, host:port.
+        process_id: number of this process, counted from 0.
+        process_count: number of processes.
     """
 
     devices: int | None = None

@@ -273,15 +273,16 @@ class TokenOptions:
     """How a token folder is made.
 
     Args:
-        tokenizer: bytes, the path of a tokenizer.json, or a name on the hub.
-        tokens: stop with the document that brings both splits to so many, such as 600e6; by
-            default at the end of the text.
-        subset: the subset of FineWeb.
-        field: the field of a JSON line that holds its text.
-        end_of_text: the token that ends a document, if it has none of the usual names.
-        valid_every: one document in so many is for validation. A text file counts as one document
+        tokenizer: bytes, the path of a tokenizer.json, or a name on the Hugging Face hub.
+        tokens: number of tokens to stop at, training and validation together, such as 600e6; the
+            last document is kept whole. None: the whole text.
+        subset: subset of FineWeb to read.
+        field: field of a JSON line that holds the text.
+        end_of_text: token that ends a document; None: the tokenizer's, if it has one of the usual
+            names.
+        valid_every: use one of so many documents for validation. A text file counts as one document
             for every 16,384 characters.
-        shard: the most tokens in one file.
+        shard: maximum number of tokens per file.
     """
 
     tokenizer: str = "gpt2"
