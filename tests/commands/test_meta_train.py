@@ -56,6 +56,14 @@ def test_command_line_wins_over_toml_and_toml_over_preset(tmp_path):
     assert options.meta.rule.hidden == (2,) and options.meta.rule.vectors == "rule"
 
 
+def test_families_of_the_config_file_are_not_lost(tmp_path):
+    path = tmp_path / "families.toml"
+    path.write_text('[[families]]\nname = "vit"\nproblems = 2\n')
+    wanted = rf"--families mlp would replace the \[\[families\]\] of {path}"
+    with pytest.raises(ValueError, match=wanted):
+        parse_options(f"--out x --config {path} --families mlp".split())
+
+
 def test_resumed_run_starts_from_its_own_config(tmp_path):
     RunFolder(tmp_path).write_config({"config": to_fields(TINY)})
     assert parse_options(["--out", str(tmp_path), "--resume"]).meta == TINY

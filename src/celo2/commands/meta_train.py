@@ -147,6 +147,11 @@ def parse_options(arguments: list[str]) -> Options:
     options = tyro.cli(Options, prog="celo2 meta-train", args=arguments, default=default)
     if not options.families:
         return options
+    if known.config and base.families:
+        raise ValueError(
+            f"--families {' '.join(options.families)} would replace the [[families]] of "
+            f"{known.config}, with their settings: use one of the two."
+        )
     return replace(options, meta=from_fields({"families": options.families}, options.meta))
 
 
