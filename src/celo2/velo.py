@@ -21,7 +21,7 @@ from celo2.rule import (
 
 Optimizer = Literal["velo", "celo"]
 
-# As float32 has them: 1 - 0.999 is 0.00100004673 then, and the weights were trained with that.
+# Rounded to float32, with which the weights were trained: 1 - 0.999 is then 0.00100004673.
 DECAYS = tuple(float(np.float32(decay)) for decay in (0.9, 0.99, 0.999))
 # The MLP that runs on every parameter, in the words of a Celo2 rule.
 MLP = RuleConfig(
@@ -103,7 +103,7 @@ def velo_shapes(config: VeloConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every array of a rule with this config."""
     width = config.lstm
     layers = {
-        "linear": (config.inputs, width),  # in every checkpoint, and never used
+        "linear": (config.inputs, width),  # in every checkpoint, but not used
         "linear_1": (config.inputs, width),
         "linear_2": (config.inputs, width),
         "lstm": (2 * width, 4 * width),

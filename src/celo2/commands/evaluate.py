@@ -1,4 +1,4 @@
-"""`celo2 run`, `sweep`, `report`, `plot` and `try`: training runs, and what they show."""
+"""`celo2 run`, `sweep`, `report`, `plot` and `try`: training runs, their tables and figures."""
 
 import json as jsonlib
 from collections.abc import Iterable, Iterator
@@ -188,7 +188,7 @@ def sweep(
 
 
 def show_rules(rules: Iterable[MadeRule], total: int) -> Iterator[MadeRule]:
-    """A line for each rule of a recipe when it is there."""
+    """Prints a line for each rule of a recipe as it is trained."""
     for count, made in enumerate(rules, start=1):
         if is_primary():
             say(f"rule {count} of {total} {made.rule.file}: {made.error or 'is there'}")
@@ -216,7 +216,7 @@ def show_comparison(
 
 
 def show_outcomes(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
-    """A line for each run as it ends."""
+    """Prints a line for each run as it ends."""
     for count, outcome in enumerate(outcomes, start=1):
         if is_primary():
             say(f"{count} of {total} {outcome_line(outcome)}")
@@ -224,7 +224,7 @@ def show_outcomes(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
 
 
 def outcome_line(outcome: Outcome) -> str:
-    """One run that has ended."""
+    """A run that has ended, in a line."""
     if outcome.error is not None:
         return f"{outcome.name}: failed, {outcome.error}"
     score = "" if outcome.score is None else f" {outcome.score:.4f}"

@@ -1,4 +1,4 @@
-"""`celo2 meta-train` and `celo2 status`: making a rule, and how far that is."""
+"""`celo2 meta-train` and `celo2 status`: meta-training a rule, and its progress."""
 
 import argparse
 import json as jsonlib
@@ -173,7 +173,7 @@ def try_command(options: Options) -> list[str] | None:
 
 
 def show_meta_run(rows: Iterable[Row], total: int) -> Iterator[Row]:
-    """Draws a bar from the rows: meta-loss, inner steps per second, time left."""
+    """Shows a progress bar with meta-loss, inner steps per second and time left."""
     rows = iter(rows)
     start = next(rows)  # before the bar: a run that is refused draws none
     say(_start_line(start))
@@ -238,7 +238,7 @@ def status(run: str, json: bool = False) -> None:
 
 
 def status_table(facts: dict[str, Any]) -> str:
-    """The facts in lines, for people."""
+    """The status as lines of text."""
     process = facts["process"] or {}
     where = f", process {process.get('pid')} on {process.get('host')}" if process else ""
     rate, best, seconds = facts["inner_steps_per_second"], facts["best"], facts["seconds_left"]

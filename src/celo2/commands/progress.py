@@ -1,4 +1,4 @@
-"""What long commands show: lines, a progress bar, TensorBoard, Weights & Biases.
+"""The output of long commands: lines, a progress bar, TensorBoard, Weights & Biases.
 
 Trackers are imported only when they are asked for.
 """
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def set_up_logging() -> None:
-    """Our own messages as lines of the command, and none of orbax, which logs tracebacks."""
+    """Logs celo2's messages as lines of the command, and none of orbax, which logs tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("celo2: %(message)s"))
     ours = logging.getLogger("celo2")
@@ -35,7 +35,7 @@ def set_up_logging() -> None:
 
 
 def progress_bar(total: float | None, unit: str, done: int = 0, **options: Any) -> Any:
-    """A bar on stderr, drawn now and then where that is no terminal."""
+    """A bar on stderr, drawn every 30 seconds where that is not a terminal."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30
@@ -80,7 +80,7 @@ def scalars(row: Row) -> dict[str, float]:
     """The numbers of a train, valid or heldout row, `train/family_loss/mnist` and the like."""
     if row["kind"] not in ("train", "valid", "heldout"):
         return {}
-    return {f"{row['kind']}/{name}": v for name, v in _numbers(row) if name not in COUNTS}
+    return {f"{row['kind']}/{name}": v for name, v in _flatten_numbers(row) if name not in COUNTS}
 
 
 def tracked(
@@ -91,7 +91,7 @@ def tracked(
     to_tensorboard: bool,
     to_wandb: bool,
 ) -> Iterator[Row]:
-    """The rows, each sent on first; trackers start with the first row, as a run may be refused."""
+    """The rows, each sent to the trackers, which start with the first row: a run may be refused."""
     send: list[Tracker] | None = None
     for row in rows:
         if send is None:
@@ -103,15 +103,15 @@ def tracked(
 
 
 def _count(row: Row) -> int:
-    """How far a run is: in iterations of meta-training, or in steps."""
+    """The progress of a run, in iterations of meta-training or in steps."""
     return next(row[name] for name in COUNTS if name in row)
 
 
-def _numbers(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _flatten_numbers(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     found = []
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _numbers(value, f"{prefix}{name}/")
+            found += _flatten_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             found.append((prefix + name, float(value)))
     return found

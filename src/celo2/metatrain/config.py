@@ -1,4 +1,4 @@
-"""Everything that decides a meta-training run."""
+"""The config of a meta-training run."""
 
 import dataclasses
 import math
@@ -19,13 +19,13 @@ InnerAdam = Literal["published", "adam", "nesterov"]
 Balance = Literal["none", "deviation"]
 Learn = Literal["all", "mix", "linear"]
 
-# What a family leaves open is the run's.
+# Settings that a family takes from the run where it has none of its own.
 INHERITED = ("problems", "batch", "truncation", "unroll", "inner_rates", "augmentation")
 
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """A kind of inner problems; what is None is taken from the family's own table, else the run's.
+    """A kind of inner problems; None takes the default of the family's entry, else the run's value.
 
     Args:
         name: one of `celo2.metatrain.families.FAMILIES`, or `module:function` that returns a Task.
@@ -201,7 +201,7 @@ class MetaConfig:
 def of_family(
     config: MetaConfig, family: FamilyConfig, usual: Mapping[str, Any] | None = None
 ) -> MetaConfig:
-    """The run's config with what the family has of its own, else with what is usual for it."""
+    """The run's config with the family's own settings, else with the `usual` ones."""
     own = {name: value for name, value in vars(family).items() if value is not None}
     changes = {name: v for name, v in {**(usual or {}), **own}.items() if name in INHERITED}
     return dataclasses.replace(config, families=(), start_mix=(), start="random", **changes)
@@ -215,7 +215,7 @@ PRESETS = {
 
 
 def from_fields(fields: Mapping[str, Any], base: MetaConfig | None = None) -> MetaConfig:
-    """`base` (the paper's config) with these fields in place of its own, checked by type.
+    """`base` (by default the paper's config) with these fields replaced, checked by type.
 
     A mix may be a table, families a list of tables or names.
 
@@ -243,7 +243,7 @@ def _family(family: Any) -> FamilyConfig:
 
 
 def read_toml(path: str | Path, base: MetaConfig | None = None) -> MetaConfig:
-    """`base` with the fields of a TOML file in place of its own.
+    """`base` with the fields of a TOML file replaced.
 
     The rule's are under [rule], a mix under [start_mix], each family under [[families]].
     """

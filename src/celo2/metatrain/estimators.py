@@ -20,7 +20,7 @@ from celo2.metatrain.inner import (
 )
 from celo2.rule import make_odd, odd_features
 
-NO_PROBLEM = 2**32 - 1  # folded into a key for what all problems share
+NO_PROBLEM = 2**32 - 1  # folded into a key for random numbers that all problems share
 
 
 class EstimatorState(NamedTuple):
@@ -31,12 +31,12 @@ class EstimatorState(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What one outer iteration learned; the gradients are sums over this state's problems."""
+    """The result of one outer iteration; the gradients are sums over this state's problems."""
 
     halves: tuple[dict[str, Array], dict[str, Array]]  # over problems of even and of odd number
     squares: Array  # the sum of the squared loss differences
     losses: Array  # the mean loss of each problem's pair
-    steps: Array  # by which each problem advanced
+    steps: Array  # how many inner steps each problem advanced
 
 
 def init_state(family: Family, weights, numbers: Array, key: Array) -> EstimatorState:
@@ -55,9 +55,9 @@ def init_state(family: Family, weights, numbers: Array, key: Array) -> Estimator
 def estimate(
     family: Family, data, weights, state: EstimatorState, numbers: Array, key: Array
 ) -> tuple[EstimatorState, Estimate]:
-    """One outer iteration's problems advanced, and the meta-gradient summed over them.
+    """The problems after one outer iteration, and the meta-gradient summed over them.
 
-    A problem's random numbers depend on `key` and its number alone, not on which device has it.
+    A problem's random numbers depend on `key` and its number only, not on its device.
     """
     config = family.config
     whole = config.estimator in ("full_es", "backprop")
@@ -96,9 +96,10 @@ def estimate(
 def perturbed(
     family: Family, data, weights, problem: Problem, before, done: Array, keys: Array
 ) -> tuple[Problem, Any, Any, Array, Array]:
-    """A problem advanced by both twins, what its losses are credited to, and what was learned.
+    """The problem advanced by both twins, and the gradient from the difference of their losses.
 
-    That is the gradient, the difference of the losses and their mean.
+    Returns the problem, the perturbation that its losses are credited to, the gradient, the
+    weighted difference of the losses and their mean.
     """
     config = family.config
     if config.estimator == "truncated_es":
@@ -120,8 +121,8 @@ def perturbed(
 def differentiate(family: Family, data, weights, problem: Problem, key: Array) -> tuple[Any, Array]:
     """The gradient of the loss at the end of an unroll, scaled to length 1, and that loss.
 
-    The length tells how chaotic an unroll is rather than how much it has to teach. A gradient that
-    is not finite is zero.
+    The length says more about how chaotic the unroll is than about how useful the gradient is. A
+    gradient that is not finite becomes zero.
     """
     loss, gradient = jax.value_and_grad(final_loss, argnums=2)(family, data, weights, problem, key)
     length = optax.tree.norm(gradient)
@@ -132,7 +133,7 @@ def differentiate(family: Family, data, weights, problem: Problem, key: Array) -
 
 
 def late_weight(config: MetaConfig, problem: Problem) -> Array:
-    """The weight of a truncation that starts where `problem` is: on average 1 over an unroll."""
+    """The weight of the truncation that starts at the problem's step; 1 on average."""
     middle = (problem.step + 0.5 * config.truncation) / problem.length
     return (config.late_weight + 1) * middle**config.late_weight
 
@@ -153,7 +154,7 @@ def _newest(new, old, done: Array):
     return new, new
 
 
-# Each takes a fresh perturbation, the one before and whether a new unroll starts; it gives the
+# Each takes a fresh perturbation, the previous one and whether a new unroll starts; it returns the
 # perturbation of the weights and the one that losses are credited to.
 PERTURBATIONS = {
     "pes": _sum_of_all,
@@ -164,10 +165,10 @@ PERTURBATIONS = {
 
 
 def with_equal_twins(problem: Problem) -> Problem:
-    """The problem with both twins where the first one is.
+    """The problem with the second twin reset to the first.
 
-    Truncated ES knows a truncation's perturbation only: what earlier ones did to the difference of
-    the twins would be noise to it.
+    Truncated ES uses the perturbation of the current truncation only: a difference of the twins
+    from earlier ones would be noise.
     """
     params, optimizer = jax.tree.map(
         lambda x: jnp.stack([x[0], x[0]]), (problem.params, problem.optimizer)
@@ -176,19 +177,19 @@ def with_equal_twins(problem: Problem) -> Problem:
 
 
 def perturb(config: MetaConfig, weights, key: Array):
-    """Normal noise for every weight that is learned, independent but for the pairs of odd rules."""
+    """Normal noise for every learned weight, independent except within the pairs of odd rules."""
     leaves, treedef = jax.tree.flatten(weights)
     keys = jax.random.split(key, len(leaves))
     noise = [
         config.sigma * jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)
     ]
     noise = learned_part(config, treedef.unflatten(noise))
-    # The mean of two independent numbers; σ is to be the deviation all the same.
+    # `make_odd` takes means of two independent numbers; this restores the deviation σ.
     return jax.tree.map(lambda n: n * math.sqrt(2), noise) if config.odd else noise
 
 
 def learned_part(config: MetaConfig, change: dict[str, Array]) -> dict[str, Array]:
-    """What a change of the weights has in common with the changes that this run may make."""
+    """The projection of a change of the weights onto the changes that the config allows."""
     if config.learn != "all":
         learned = ("w0", "g0") if config.learn == "linear" else ("w0", "g0", "b0")
         first = [name for name in learned if name in change]
@@ -201,12 +202,12 @@ def learned_part(config: MetaConfig, change: dict[str, Array]) -> dict[str, Arra
 
 
 def _unroll_whole(family: Family, data, twins, problem: Problem, key: Array):
-    """An unroll from start to end with one perturbation, truncation by truncation.
+    """A whole unroll with one perturbation, truncation by truncation.
 
-    Gives the problem, the twins' mean losses and their weighted difference.
+    Returns the problem, the twins' mean losses and their weighted difference.
     """
 
-    def more(i, carry):
+    def advance(i, carry):
         problem, total, difference = carry
         weight = late_weight(family.config, problem)
         problem, losses = unroll(family, data, twins, problem, jax.random.fold_in(key, i))
@@ -214,5 +215,5 @@ def _unroll_whole(family: Family, data, twins, problem: Problem, key: Array):
 
     truncations = problem.length // family.config.truncation
     carry = (problem, jnp.zeros(2), jnp.zeros(()))
-    problem, total, difference = lax.fori_loop(0, truncations, more, carry)
+    problem, total, difference = lax.fori_loop(0, truncations, advance, carry)
     return problem, total / truncations, difference / truncations

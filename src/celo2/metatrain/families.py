@@ -50,13 +50,13 @@ class Family(NamedTuple):
     loss: Callable[[Any, Any], Array]  # params, batch -> scalar
     data: Any
     overrides: Mapping[str, str] | None = None  # of who updates what
-    config: MetaConfig = MetaConfig()  # the run's, with what the family has of its own
+    config: MetaConfig = MetaConfig()  # the run's, with the family's own settings
     weight: float = 1.0  # of its gradient among the families'
     classes: int = CLASSES
 
     @property
     def highest_loss(self) -> float:
-        """What inner losses are clipped to: 1.5 times a uniform guess, unless the config says."""
+        """The limit of inner losses: the config's, else 1.5 times that of a uniform guess."""
         limit = self.config.loss_limit
         return 1.5 * math.log(self.classes) if limit is None else limit
 
@@ -80,7 +80,7 @@ def load_families(
 ) -> Source:
     """The config's families, its task, a task given as such, or the paper's image MLPs.
 
-    A task is known by its data: its functions are no part of the checksum.
+    A task is identified by its data alone: its functions are not part of the checksum.
     """
     if task is not None:
         if config.task is not None or config.families:
@@ -146,7 +146,7 @@ def _load(config: MetaConfig, family: FamilyConfig, data) -> Made:
 
 
 def _from_task(task: Task, name: str, config: MetaConfig) -> Made:
-    """A family of one task, whose tensors are updated by whom `celo2` would choose."""
+    """A family of one task, with the default routes of `celo2`."""
     arrays = name_arrays(jax.tree.map(np.asarray, task.data))
     family = Family(
         names=(name,),
@@ -184,7 +184,7 @@ def image_family(
 
 
 def image_sets(config: MetaConfig, data, size: Size = "8x8") -> tuple[ImageSet, ...]:
-    """The config's image sets; in full size those that are grey, so that all have one shape."""
+    """The config's image sets; in full size only grey ones, so that all have one shape."""
     if size == "8x8":
         return select_images(config.datasets, data)
     names = config.datasets or [images.name for images in select_images(None, data)]
@@ -217,7 +217,7 @@ _deep_mlp = partial(_image_mlp, init=partial(init_mlp, sizes=DEEP), overrides=No
 
 
 def _pixel_mlp(config: MetaConfig, data) -> Made:
-    """On images as large as they come, most of whose pixels say little."""
+    """An MLP on images of full size, most of whose pixels carry little information."""
     pixels = image_sets(config, data, "full")[0].train_x[0].size
     init = partial(init_mlp, sizes=(pixels, 32, 32, CLASSES))
     return _image_mlp(config, data, "full", init=init, overrides=None)
@@ -241,7 +241,7 @@ def _convnet(config: MetaConfig, data) -> Made:
 
 
 def _transformer(model: LMConfig, config: MetaConfig, data) -> Made:
-    """On the embedded text: other texts are for measuring rules."""
+    """A language model on the embedded text; other texts are reserved for evaluation."""
     corpus = reduce_vocabulary(load_text(PYTHON_DOCS, data), model.vocab)
     task = language_model(corpus, model, config.batch)
     family, checksums = _from_task(task, PYTHON_DOCS, config)

@@ -1,7 +1,7 @@
-"""Held-out tries beside a meta-training run: another process, at low priority, tries a rule.
+"""Held-out tries during a meta-training run, by another process of low priority.
 
-The folder `heldout` of the run holds `rule.safetensors`, which is tried or was last, what the
-command printed (`result.json`, `log.txt`) and what else it leaves there.
+The folder `heldout` of the run holds `rule.safetensors`, the rule of the latest try, the output of
+the command (`result.json`, `log.txt`) and any other files that it writes there.
 """
 
 import json
@@ -25,12 +25,12 @@ class Tries:
     """The tries of one run, one at a time.
 
     Args:
-        folder: where they are.
-        command: to which the path of a rule file is added; it prints a JSON object whose `score`
-            is the lower, the better.
-        every: iterations between them.
-        begun: iteration of the newest one.
-        process: the one under way.
+        folder: their folder.
+        command: is given the path of a rule file, and prints a JSON object whose `score` is the
+            lower, the better.
+        every: iterations between tries.
+        begun: iteration of the newest try.
+        process: the try that is running.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Tries:
 
     @property
     def rule_file(self) -> Path:
-        """The rule that is tried, or was last."""
+        """The rule of the latest try."""
         return self.folder / "rule.safetensors"
 
     def is_due(self, done: int, total: int) -> bool:
@@ -50,22 +50,22 @@ class Tries:
         return done // self.every > self.begun // self.every or at_end
 
     def is_running(self) -> bool:
-        """Whether a try is under way, be it one that a killed run has left behind."""
+        """Whether a try is running, which may be one that a killed run started."""
         ours = self.process is not None and self.process.poll() is None
         return ours or is_alive(RunFolder(self.folder))
 
 
 def begin_try(tries: Tries, rule: Rule) -> None:
-    """Starts to try a rule; its origin says of which iteration it is."""
+    """Starts to try a rule, whose origin has its iteration."""
     tries.folder.mkdir(exist_ok=True)
     rulefile.save(rule, tries.rule_file)
     _start_process(tries, rule)
 
 
 def resume_try(tries: Tries, recorded: int, done: int) -> None:
-    """Starts the newest try again if it was broken off: it began and has no row.
+    """Restarts the newest try if it was interrupted, that is if it has no row.
 
-    `recorded` is the iteration of the newest try that has one, `done` that of the run.
+    `recorded` is the iteration of the newest try that has a row, `done` that of the run.
     """
     tries.begun = recorded
     if not tries.rule_file.exists() or tries.is_running():
@@ -76,9 +76,9 @@ def resume_try(tries: Tries, recorded: int, done: int) -> None:
 
 
 def end_try(tries: Tries) -> dict[str, Any] | None:
-    """The result of a try that has ended since the last call; None if there is none.
+    """The result of a try that has ended since the last call, None without one.
 
-    Raises a ValueError that says why a try failed.
+    Raises a ValueError if the try failed.
     """
     if tries.process is None or tries.process.poll() is None:
         return None
@@ -95,7 +95,7 @@ def end_try(tries: Tries) -> dict[str, Any] | None:
 
 
 def stop_tries(tries: Tries) -> None:
-    """Ends the try under way; it is made when the run is resumed."""
+    """Terminates the running try; it is restarted when the run is resumed."""
     if tries.process is None:
         return
     tries.process.terminate()
@@ -107,7 +107,7 @@ def stop_tries(tries: Tries) -> None:
 
 
 def _start_process(tries: Tries, rule: Rule) -> None:
-    # The accelerator is the run's, with nearly all of its memory.
+    # The run uses the accelerator and nearly all of its memory.
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     result, log = tries.folder / "result.json", tries.folder / "log.txt"
     with result.open("wb") as out, log.open("wb") as err:
@@ -127,7 +127,7 @@ def _start_process(tries: Tries, rule: Rule) -> None:
 
 
 def trained_on(problems: Iterable[str], data: Iterable[str]) -> list[str]:
-    """The held-out problems on the images that the rule is made with.
+    """The held-out problems whose images the rule is also trained on.
 
     >>> trained_on(["vit-svhn", "text-tiny"], ["mnist", "convnet/svhn"])
     ['vit-svhn']

@@ -1,4 +1,4 @@
-"""The inner problems: models trained by a rule and by its mirror image, side by side."""
+"""The inner problems: pairs of models, trained by a rule with opposite perturbations."""
 
 import math
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def expand(params, scales):
 ADAM_B1, ADAM_B2, ADAM_EPSILON = 0.9, 0.95, 1e-8
 # Under the root, so that it has a derivative where an element never had a gradient.
 ADAM_ROOT_EPSILON = ADAM_EPSILON**2
-FINAL_BATCHES = 8  # fresh ones, on which a model is judged at its end
+FINAL_BATCHES = 8  # fresh ones, for the loss at the end of an unroll
 
 
 class Problem(NamedTuple):
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 def inner_optimizer(
     family: Family, weights, schedule: optax.Schedule, weight_decay: Array | float = 0.0
 ) -> optax.GradientTransformation:
-    """What trains the inner problems: the optimizer users call."""
+    """The optimizer of the inner problems, which is `celo2` as users call it."""
     config = family.config
     settings = (ADAM_B1, ADAM_B2, ADAM_EPSILON, ADAM_ROOT_EPSILON)
     adam = {
@@ -87,7 +87,7 @@ def inner_optimizer(
 
 
 def uncorrected_adam() -> optax.GradientTransformation:
-    """Adam without bias correction and with ε inside the root, as the published trainer has it."""
+    """Adam without bias correction and with ε inside the root, as in the published trainer."""
 
     def init(params) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
@@ -169,7 +169,7 @@ def sample_length(config: MetaConfig, key: Array) -> Array:
 def train_step(
     family: Family, weights, problem: Problem, params, optimizer, batch
 ) -> tuple[Any, Any, Array]:
-    """A step of one model of the problem: its parameters, its optimizer state, the loss before."""
+    """One step of a model: its new parameters and optimizer state, and the loss before."""
     schedule = inner_schedule(family.config, problem.rate, problem.length)
 
     def loss_of(params) -> Array:
@@ -182,14 +182,14 @@ def train_step(
 
 
 def limit_loss(family: Family, loss: Array) -> Array:
-    """The loss, where it is finite and not too high; else the family's highest."""
+    """The loss, limited to the family's highest, which also replaces losses that are not finite."""
     return jnp.minimum(jnp.where(jnp.isfinite(loss), loss, jnp.inf), family.highest_loss)
 
 
 def unroll(family: Family, data, weights, problem: Problem, key: Array) -> tuple[Problem, Array]:
-    """The problem `truncation` steps on, and the mean training loss of either twin.
+    """The problem after `truncation` steps, and the mean training loss of each twin.
 
-    `weights` has a leading axis of two; the twins see the same batches.
+    `weights` has a leading axis of two; the twins get the same batches.
     """
     config = family.config
 
@@ -216,8 +216,8 @@ def unroll(family: Family, data, weights, problem: Problem, key: Array) -> tuple
 def final_loss(family: Family, data, weights, problem: Problem, key: Array) -> Array:
     """The loss of the first twin on fresh batches after a whole unroll.
 
-    It can be differentiated by the weights, through the last `truncation` steps alone: beyond a few
-    hundred steps training is chaotic, and the gradient no longer means anything.
+    It is differentiable with respect to the weights, through the last `truncation` steps only:
+    beyond a few hundred steps training is chaotic, and the gradient becomes meaningless.
     """
     keys = jax.random.split(key, 3)
 

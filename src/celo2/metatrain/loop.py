@@ -57,7 +57,7 @@ class Limits:
 
 
 class Trouble(NamedTuple):
-    """Something wrong at an iteration; `fatal` ends the run."""
+    """A problem at an iteration; a `fatal` one ends the run."""
 
     iteration: int
     cause: str
@@ -73,7 +73,7 @@ class Streaks(NamedTuple):
 
     @property
     def bad(self) -> bool:
-        """Whether the rule may be spoilt; an idle one is as good as it was."""
+        """Whether the rule may have become worse; an idle one has not changed."""
         return self.stuck > 0 or self.blind > 0
 
 
@@ -97,8 +97,8 @@ def metatrain(
     A row's `kind` is start, train, heldout, warning or end. Leaving the loop early saves first.
 
     Args:
-        config: what the run is.
-        out: its folder, which only one process may write.
+        config: the run.
+        out: its folder; one process at a time may write to it.
         data: folder of the image sets; by default CELO2_DATA, else the cache folder.
         task: a task of your own in place of the images; or name one in the config.
         resume: continue from the newest checkpoint, if there is one.
@@ -152,7 +152,7 @@ def metatrain(
 
 @dataclass
 class MetaRun:
-    """What a run is, and what it remembers besides its state."""
+    """A run, and what changes during it besides the meta-trainer's state."""
 
     folder: RunFolder
     config: MetaConfig
@@ -186,7 +186,7 @@ def _meta_job(run: MetaRun, start: Rule | None, periods: tuple[int, ...]) -> Job
     def advance(state: MetaState, done: int, until: int) -> Advanced:
         began = time.monotonic()
         state, metrics = run.program.run(state, until - done)
-        return _inspected(run, state, until, metrics, time.monotonic() - began)
+        return _check_and_report(run, state, until, metrics, time.monotonic() - began)
 
     return Job(
         count="iteration",
@@ -207,10 +207,10 @@ def _meta_job(run: MetaRun, start: Rule | None, periods: tuple[int, ...]) -> Job
     )
 
 
-def _inspected(
+def _check_and_report(
     run: MetaRun, state: MetaState, done: int, metrics: MetaMetrics, seconds: float
 ) -> Advanced:
-    """The iterations up to `done` as rows: their means, and what went wrong in them."""
+    """The result of the iterations up to `done`: a row of means, and warnings."""
     rows = [train_row(run, done, metrics, seconds)]
     families = run.source.families
     highest = sum(f.problems * f.highest_loss for f in families)
@@ -259,9 +259,9 @@ def train_row(run: MetaRun, done: int, metrics: MetaMetrics, seconds: float) -> 
 
 
 def _try(run: MetaRun, state: MetaState, done: int) -> Iterator[Row]:
-    """Starts to try the rule when it is due and no try is under way, and yields what came of one.
+    """Starts a try when one is due and none is running, and yields the results of tries.
 
-    At the end of a run it waits, unless the run is asked to stop.
+    At the end of a run it waits for the last one, unless the run is asked to stop.
     """
     tries, total = run.tries, run.config.iterations
     while tries is not None:
@@ -279,7 +279,7 @@ def _try(run: MetaRun, state: MetaState, done: int) -> Iterator[Row]:
 
 
 def _tried(run: MetaRun, tries: Tries, done: int) -> Iterator[Row]:
-    """The row of a try that has ended; its rule is kept if it is the best so far."""
+    """The row of a try that has ended; its rule is saved if it is the best so far."""
     try:
         result = end_try(tries)
     except (ValueError, OSError) as error:
@@ -343,7 +343,7 @@ def _start_row(run: MetaRun, done: int) -> Row:
 def _unlike(
     config: MetaConfig, checksums: Mapping[str, str], stored: Mapping[str, Any]
 ) -> list[str]:
-    """In what a stored run differs, a line each.
+    """How a stored run differs from this one, a line for each difference.
 
     `iterations` may change under a constant learning rate, which does not depend on it.
     """
@@ -358,7 +358,7 @@ def _unlike(
 
 
 def matching_rule(config: MetaConfig, init_from: Rule | str | PathLike) -> Rule:
-    """The rule to start from, if it computes what the config says."""
+    """The rule to start from; raises a ValueError unless it has the config's RuleConfig."""
     if config.start != "random" or config.start_mix:
         start = dict(config.start_mix) or config.start
         raise ValueError(f"start={start!r} and init_from were given: give one.")

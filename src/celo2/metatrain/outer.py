@@ -23,18 +23,18 @@ DEVIATION_DECAY = 0.99  # of the running mean square of loss differences
 
 
 class MetaState(NamedTuple):
-    """All that decides a run's future, besides its config and data."""
+    """The state of a run: with config and data, it determines everything that follows."""
 
     iteration: Array
     weights: Any  # the rule's arrays by name
-    average: Any  # their running average, which is the rule that is kept
+    average: Any  # their running average, which is the rule that is saved
     outer: optax.OptState
     squares: Array  # running mean square of each family's loss differences
     problems: tuple[EstimatorState, ...]  # of each family, sharded problem by problem
 
 
 class MetaMetrics(NamedTuple):
-    """Outer iterations in numbers."""
+    """The metrics of outer iterations."""
 
     loss: Array  # mean over problems
     family_loss: Array  # mean over the problems of each task of each family
@@ -50,8 +50,7 @@ class MetaMetrics(NamedTuple):
 class Program(NamedTuple):
     """A compiled meta-trainer.
 
-    `run` waits for its result and gives the metrics of every iteration, on the host. The state it
-    is given is used up.
+    `run` blocks and returns the metrics of every iteration on the host. Its state is donated.
     """
 
     abstract: MetaState  # shapes, dtypes and shardings of the state
@@ -59,8 +58,8 @@ class Program(NamedTuple):
     run: Callable[[MetaState, int], tuple[MetaState, MetaMetrics]]  # state, iterations -> …
 
 
-class Found(NamedTuple):
-    """What one family contributes to an iteration, summed over its problems and all devices."""
+class Contribution(NamedTuple):
+    """What one family adds to an iteration, summed over its problems and all devices."""
 
     halves: tuple[Any, Any]
     squares: Array
@@ -84,7 +83,7 @@ def outer_optimizer(config: MetaConfig) -> optax.GradientTransformation:
 
 
 def build(config: MetaConfig, families: Sequence[Family], mesh: Mesh) -> Program:
-    """The run's program: problems are distributed over the mesh, all else is on every device.
+    """The run's program: problems are sharded over the mesh, everything else is replicated.
 
     Each family has a compiled function of its own, so that its time can be measured.
     """
@@ -147,7 +146,7 @@ def _make_start(
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
 
     def problems_of(family: Family, offset: int):
-        numbers = _numbers(family, offset, mesh)
+        numbers = _problem_numbers(family, offset, mesh)
         return jax.shard_map(
             lambda weights: init_state(family, weights, numbers(), key),
             mesh=mesh,
@@ -172,15 +171,15 @@ def _make_start(
 
 
 def _make_advance(config: MetaConfig, family: Family, offset: int, mesh: Mesh) -> Callable:
-    """data, iteration, weights, problems -> the problems advanced, what they contribute."""
-    numbers = _numbers(family, offset, mesh)
+    """(data, iteration, weights, problems) -> the advanced problems and their contribution."""
+    numbers = _problem_numbers(family, offset, mesh)
 
     def advance(data, iteration: Array, weights, problems: EstimatorState):
         key = jax.random.fold_in(jax.random.key(config.seed), iteration + 1)
         problems, each = estimate(family, data, weights, problems, numbers(), key)
         by_task = jax.ops.segment_sum(each.losses, problems.problems.index, len(family.names))
         steps = jnp.sum(each.steps).astype(jnp.float32)
-        return problems, _sum_over_devices(Found(each.halves, each.squares, by_task, steps))
+        return problems, _sum_over_devices(Contribution(each.halves, each.squares, by_task, steps))
 
     return jax.shard_map(
         advance,
@@ -191,18 +190,18 @@ def _make_advance(config: MetaConfig, family: Family, offset: int, mesh: Mesh) -
     )
 
 
-def _numbers(family: Family, offset: int, mesh: Mesh) -> Callable[[], Array]:
+def _problem_numbers(family: Family, offset: int, mesh: Mesh) -> Callable[[], Array]:
     """Inside the mapped function: the numbers of this device's problems."""
     local = family.problems // mesh.size
     return lambda: offset + jax.lax.axis_index(DATA) * local + jnp.arange(local)
 
 
 def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
-    """state without problems, what the families found -> the state after an AdamW step, metrics."""
+    """(state without problems, contributions) -> the state after an AdamW step, and metrics."""
     total = sum(family.problems for family in families)
     twins = 1 if config.estimator == "backprop" else 2
 
-    def finish(state: MetaState, found: list[Found]) -> tuple[MetaState, MetaMetrics]:
+    def finish(state: MetaState, found: list[Contribution]) -> tuple[MetaState, MetaMetrics]:
         means = jnp.stack(
             [each.squares / f.problems for each, f in zip(found, families, strict=True)]
         )
@@ -216,7 +215,7 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
         gradient = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0.0), gradient)
         updates, outer = outer_optimizer(config).update(gradient, state.outer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        # Early on a plain mean, so that the start is forgotten.
+        # At first nearly a plain mean, so that the initial weights are forgotten.
         keep = jnp.minimum(config.averaging, state.iteration / (state.iteration + 10.0))
         average = jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, state.average, weights)
         losses = jnp.concatenate([each.losses for each in found])
@@ -240,7 +239,11 @@ def _make_finish(config: MetaConfig, families: Sequence[Family]) -> Callable:
 
 
 def _mix(
-    config: MetaConfig, families: Sequence[Family], found: list[Found], squares: Array, half: int
+    config: MetaConfig,
+    families: Sequence[Family],
+    found: list[Contribution],
+    squares: Array,
+    half: int,
 ) -> Any:
     """The mean of the families' gradients over one half of their problems."""
     total = None
@@ -260,9 +263,9 @@ def _cosine(a, b) -> Array:
 
 
 def _sum_over_devices(tree):
-    """The tree's sum over the mesh, in a single exchange.
+    """The tree's sum over the mesh, in a single collective.
 
-    Several at once may be taken up in another order by another device, and wait for each other.
+    Devices may start several in different orders, and would then wait for each other forever.
     """
     flat, unravel = ravel_pytree(tree)
     return unravel(jax.lax.psum(flat, DATA))

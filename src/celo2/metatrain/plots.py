@@ -20,9 +20,9 @@ DPI = 150
 
 
 def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Draws all that a run's folder has records for, and gives the files.
+    """Draws `meta_loss.png`, `heldout.png` and `first_layer.png`, and returns the files.
 
-    They are `meta_loss.png`, `heldout.png` and `first_layer.png`, in the run's folder by default.
+    A figure without records is left out. They are in the run's folder by default.
     """
     run = Path(run)
     if not run.is_dir():
@@ -47,7 +47,7 @@ def plot_run(run: str | Path, out: str | Path | None = None) -> list[Path]:
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
-    """The rows of one kind, the last for each iteration: a resumed run may have some twice."""
+    """The rows of one kind; of an iteration that a resumed run has twice, the last one."""
     found = {row["iteration"]: row for row in rows if row.get("kind") == kind}
     return [found[iteration] for iteration in sorted(found)]
 

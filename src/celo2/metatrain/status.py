@@ -1,4 +1,4 @@
-"""What a run is doing, read from its folder without touching it."""
+"""The status of a run, read from its folder, which is not changed."""
 
 from os import PathLike
 from pathlib import Path
@@ -13,9 +13,9 @@ RECENT = 50  # rows
 
 
 def status(out: str | PathLike) -> dict[str, Any]:
-    """How far a run is, how it does, and the digest of its newest whole checkpoint.
+    """The progress and losses of a run, and the digest of its newest whole checkpoint.
 
-    Equal digests mean equal runs: it is over the state's arrays, the config and the data.
+    Equal digests mean equal runs: a digest covers the state's arrays, the config and the data.
     """
     folder = RunFolder(Path(out))
     stored = folder.read_config()
@@ -74,7 +74,7 @@ def _state(alive: bool, stored: dict[str, Any], rows: list[Row], saved: int | No
 
 
 def _seconds_left(stored: dict[str, Any], rows: list[Row]) -> float | None:
-    """From the pace of the last rows of one process; None if there are too few."""
+    """An estimate from the newest rows of one process; None if there are too few."""
     total = stored["config"]["iterations"]
     if _newest_row(rows, "train").get("iteration", 0) >= total:
         return 0.0

@@ -1,4 +1,4 @@
-"""Things to train: `TASKS` maps a name to how the task is made and how long a small run is."""
+"""The tasks: `TASKS` maps a name to how the task is made and how long a small run of it is."""
 
 import dataclasses
 from collections.abc import Callable
@@ -157,8 +157,8 @@ def _minatar_spec(game: str, steps: int) -> TaskSpec:
 
 _mlp_spec = partial(_image_spec, image_mlp)
 _full_spec = partial(_image_spec, size="full")
-# Names, models and steps; each with and without augmentation, which is for longer runs: an epoch
-# is 781 steps, and where images hardly come twice it only makes the task harder.
+# Names, models and steps; each with and without augmentation, which is for longer runs: within an
+# epoch, which is 781 steps, it only makes the task harder.
 CIFAR10 = (
     ("vit-tiny", (image_vit, VISION_TRANSFORMERS["small"]), 500),
     ("vit", (image_vit, VISION_TRANSFORMERS["cifar"]), 60),

@@ -17,7 +17,7 @@ from celo2.rulefile import ask_hub, import_extra, offline_is_set
 ENVIRONMENT = "CELO2_DATA"
 
 OPEN = {".xz": lzma.open, ".gz": gzip.open}
-# How files begin that are not text, and what to do about them.
+# The first bytes of files that are not text, and what to do about them.
 SIGNATURES = {
     b"\x1f\x8b": ("gzip", "end its name in .gz"),
     b"\xfd7zXZ\0": ("xz", "end its name in .xz"),
@@ -91,11 +91,11 @@ class FetchError(OSError):
 
 @contextmanager
 def hub_access(what: str, instead: str) -> Iterator[None]:
-    """A context in which `what` is read from the Hugging Face hub; any failure is a FetchError.
+    """A context that reads `what` from the Hugging Face hub; any failure raises a FetchError.
 
     Args:
-        what: begins the sentence of the error.
-        instead: what the user may do without network; it ends the error.
+        what: the start of the error message.
+        instead: the end of it, what the user can do without network.
     """
     settings = import_extra("huggingface_hub.constants", "data")
     offline = offline_is_set()

@@ -85,8 +85,8 @@ def fetch(
 ) -> dict[str, str]:
     """Downloads datasets into `folder` and returns the SHA-256 of each file's content by its name.
 
-    That is of the arrays or the text, before they are compressed. A file appears complete or not at
-    all, and `manifest.json` beside it keeps its origin. A good file that exists already is kept,
+    The SHA-256 is of the arrays or the text before compression. Files are written atomically, and
+    `manifest.json` in the same folder has their origin. A valid file that exists already is kept,
     unless the manifest has another SHA-256 for it.
 
     Args:
@@ -131,7 +131,7 @@ def _write_file(folder: Path, file: str, content: bytes, entry: dict[str, Any]) 
 
 
 def _good_files(folder: Path, readers: dict[str, Callable[[Path], str]]) -> dict[str, str]:
-    """The SHA-256 of those files that their readers accept and the manifest does not contradict."""
+    """The SHA-256 of the files that their readers accept and that agree with the manifest."""
     known, good = _read_entries(folder), {}
     for file, read in readers.items():
         try:
@@ -213,8 +213,8 @@ def _average_axis(images: np.ndarray, axis: int) -> np.ndarray:
     copies = SMALL_SIDE // math.gcd(SMALL_SIDE, images.shape[axis])
     parts = np.moveaxis(images, axis, 0).repeat(copies, axis=0)
     parts = parts.reshape(SMALL_SIDE, -1, *parts.shape[1:])
-    # One after the other: a colour image has exact ties between two grey levels, and the order of
-    # a library's sums must not decide them.
+    # Summed in a fixed order: a colour image has exact ties between two grey levels, which must not
+    # depend on the order of a library's sums.
     total = reduce(np.add, np.moveaxis(parts, 1, 0))
     return np.moveaxis(total / np.float32(parts.shape[1]), 0, axis)
 

@@ -72,7 +72,7 @@ def load_image_files(data: str | os.PathLike | None = None) -> ImageFiles:
 
 
 def blank_image_files(classes: int) -> ImageFiles:
-    """No images, for a model's shapes without its data."""
+    """A dataset without images, to get a model's shapes without data."""
     return ImageFiles((), (), classes, "")
 
 
@@ -101,7 +101,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _list_images(folder: Path, classes: Sequence[str], digest: Any) -> Any:
-    """The split's images by class and name; each one's name and size go into the digest."""
+    """The split's images by class and name; the digest is updated with their names and sizes."""
     files: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         with os.scandir(folder / name) as entries:
@@ -197,8 +197,7 @@ def decode_image(record: Record, crop: Crop, side: int) -> np.ndarray:
 def streamed_vit(images: Stream, config: ViTConfig) -> Task:
     """A vision transformer on batches from the host: x uint8 [B, side, side, channels], y [B].
 
-    Pixels come as bytes, a quarter of what crosses to the device otherwise, and are taken to
-    [-1, 1] there.
+    Pixels are sent as bytes, a quarter of the size of float32, and scaled to [-1, 1] on the device.
     """
 
     def logits(params, x):

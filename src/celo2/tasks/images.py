@@ -56,9 +56,9 @@ class ImageSet(NamedTuple):
 def select_images(
     names: str | Sequence[str] | None = None, data: str | os.PathLike | None = None
 ) -> tuple[ImageSet, ...]:
-    """The 8×8 datasets called `names`; for None those of the folder, else the embedded one.
+    """The 8×8 datasets called `names`; for None those in the data folder, else the embedded one.
 
-    Each one's `name` and `source` say what was chosen; an automatic choice is logged as well.
+    The `name` and `source` of each say what was chosen; an automatic choice is also logged.
     """
     if names is None:
         folder = data_folder(data)
@@ -99,7 +99,7 @@ def load_images(name: str, data: str | os.PathLike | None = None, size: Size = "
 
 
 def blank_images(name: str, size: Size = "8x8") -> ImageSet:
-    """One black image of that dataset's shape, for a model's shapes without its data."""
+    """A dataset of one black image of the right shape, to get a model's shapes without data."""
     x, y = np.zeros((1, *image_shape(name, size)), np.uint8), np.zeros(1, np.uint8)
     return ImageSet(name, "nowhere", x, y, x, y)
 
@@ -133,7 +133,7 @@ def read_arrays(path: Path, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def check_arrays(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> None:
-    """Raises a ValueError that says which array is not as the format has it."""
+    """Raises a ValueError that names the first array that does not follow the format."""
     for split in ("train", "test"):
         x, y = arrays[f"{split}_x"], arrays[f"{split}_y"]
         for name, array in ((f"{split}_x", x), (f"{split}_y", y)):
@@ -181,8 +181,8 @@ def _digits() -> ImageSet:
 
 # Several datasets as one array, for problems that each have their own.
 
-# A bank keeps an image's label in its own row, in 16 bytes before the pixels: one visit to memory
-# serves both, and batches are drawn 1.8 times as fast on a CPU.
+# An image's label is in its row, in 16 bytes before the pixels: one gather reads both, and batches
+# are drawn 1.8 times as fast on a CPU.
 HEAD = 16
 
 
@@ -229,7 +229,7 @@ def to_signed(pixels: Array) -> Array:
     return pixels.astype(jnp.float32) * np.float32(2 / 255) - np.float32(1)
 
 
-# Random crops and flips of training images, drawn alike on the host and on the device.
+# Random crops and flips of training images, the same on the host and on the device.
 
 Area = tuple[float, float]  # smallest and largest part of an image that a crop may take
 PAPER_AREA: Area = (0.05, 1.0)
@@ -250,10 +250,10 @@ class Crop(NamedTuple):
 
 
 def crop_from(draws: Any, area: Area, xp: Any) -> Crop:
-    """The crop that `DRAWS` uniform numbers, first axis, mean; `xp` is numpy or jax.numpy.
+    """The crop from `DRAWS` uniform numbers along the first axis; `xp` is numpy or jax.numpy.
 
-    The area is uniform and the aspect ratio log-uniform; a side longer than the image is cut to
-    it. The place is uniform among those inside, and half of all crops are mirrored.
+    The area is uniform and the aspect ratio log-uniform; a side longer than the image's is cut to
+    it. The position is uniform within the image, and half of all crops are mirrored.
     """
     low, high = area
     share = low + (high - low) * draws[0]

@@ -84,8 +84,8 @@ def accuracy(logits: Array, labels: Array) -> Array:
 def shard_examples(x: Array) -> Array:
     """`x` with its first axis, the examples, sharded along the data axis of the mesh that is set.
 
-    Without a mesh it is `x`. A table sharded along its width would otherwise make XLA shard what
-    is read from it in the same way, and have every device compute the whole batch.
+    Without a mesh it is `x`. Otherwise a table sharded along its width would make XLA shard what is
+    read from it in the same way, and every device would compute the whole batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -297,9 +297,8 @@ def apply_blocks(
 ) -> Array:
     """The residual stream [B, T, D] after all blocks.
 
-    Causal attention sees the past only and gets its sense of order from rotary positions;
-    otherwise positions must be in `x`. With `remat` the backward pass keeps only the stream
-    between blocks and computes the rest again.
+    Causal attention uses rotary positions; otherwise positions must be in `x`. With `remat` only
+    the stream between blocks is kept for the backward pass, which recomputes the rest.
     """
 
     def apply_block(block: dict, x: Array) -> Array:

@@ -89,7 +89,7 @@ class Game(NamedTuple):
 
 
 class GameStates(NamedTuple):
-    """Several games under way, one per leading index, and the scores kept of them."""
+    """The states of several games, one per leading index, and their scores."""
 
     state: Any  # gymnax's
     observation: Array  # [E, inputs]
@@ -99,7 +99,7 @@ class GameStates(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What was seen, done and gained; each [T, E, …]."""
+    """Observations, actions and rewards of a rollout; each [T, E, …]."""
 
     observation: Array
     action: Array
@@ -131,7 +131,7 @@ def start_games(game: Game, key: Array, environments: int) -> GameStates:
 def play_games(
     game: Game, params: dict, games: GameStates, key: Array, steps: int
 ) -> tuple[GameStates, Samples]:
-    """The games `steps` actions later, drawn from the policy; ended ones begin anew."""
+    """The games after `steps` actions drawn from the policy; finished games restart."""
 
     def act(games: GameStates, key: Array) -> tuple[GameStates, Samples]:
         action_key, game_key = jax.random.split(key)
@@ -182,8 +182,8 @@ def advantage_estimates(
 ) -> Array:
     """[T, E]: generalised advantage estimates, `trace` being their λ.
 
-    The end of an episode is worth nothing further, also where only its time was up: as in the
-    framework which the paper's experiments use.
+    The value after the end of an episode is 0, also where it was truncated, as in the framework
+    that the paper's experiments use.
     """
 
     def back(carry, sample):
@@ -278,13 +278,13 @@ class PPOState(NamedTuple):
 
 
 def ppo_trainer(config: PPOConfig, tx: optax.GradientTransformation) -> Trainer:
-    """The trainer whose step plays `config.rollout` actions everywhere, then learns from them.
+    """The trainer whose step plays `config.rollout` actions in each game, then learns from them.
 
-    `tx` sees the bare gradients, `config.updates_per_step` times a step: clipping and schedule are
-    its own; the paper clips the global norm to 0.5 and lets the rate fall linearly to zero. A
-    step's `return`, and `evaluate`'s, is the mean over the environments' latest finished training
-    episodes, as in the paper's curves: higher is better. No games are played for evaluation, and
-    its key is not used. `over_seeds` trains several.
+    `tx` is called `config.updates_per_step` times a step and must clip and schedule itself; the
+    paper clips the global norm to 0.5 and decays the rate linearly to zero. The `return` of a step
+    and of `evaluate` is the mean over the environments' latest finished training episodes, as in
+    the paper's curves: higher is better. No games are played for evaluation, and its key is not
+    used. `over_seeds` trains several.
 
     >>> config = PPOConfig("breakout")
     >>> trainer = ppo_trainer(config, optax.adamw(1e-3))

@@ -1,6 +1,6 @@
-"""What it means to be trained: a Task is a problem, a Trainer is a problem with its optimizer.
+"""The interface of tasks: a Task is a problem, a Trainer is a problem with its optimizer.
 
-A task's data are arrays that the devices hold or, where these cannot, a Stream of batches.
+A task's data are arrays on the devices or, where these are too large, a Stream of batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,15 +52,15 @@ class TrainState(NamedTuple):
 def supervised(
     task: Task, tx: optax.GradientTransformation, evaluation_batches: int = 16, accumulate: int = 1
 ) -> Trainer:
-    """The trainer that descends `task.loss` with `tx`, a fresh training batch at each step.
+    """The trainer that minimizes `task.loss` with `tx`, with a fresh training batch at each step.
 
-    A step's metrics are those of its batch before the update, its `loss` among them, which `tx` is
-    given as `value` if it takes further arguments. `evaluate`
-    averages over `evaluation_batches` validation batches: the same key draws the same ones.
+    A step's metrics, including `loss`, are those of its batch before the update; `tx` is given the
+    loss as `value` if it takes extra arguments. `evaluate` averages over `evaluation_batches`
+    validation batches: the same key draws the same ones.
 
-    With `accumulate` a batch is cut into as many parts, computed one after the other, whose
-    gradients are averaged: only one part's activations are alive at a time. The loss must be a
-    mean over the batch, whose arrays all have the examples first.
+    With `accumulate` a batch is split into as many parts, computed one after the other, whose
+    gradients are averaged: only one part's activations are in memory at a time. The loss must be a
+    mean over the batch, and examples the first axis of all its arrays.
 
     >>> from celo2.tasks import TASKS
     >>> trainer = supervised(TASKS["digits-mlp"].make(), optax.adam(1e-3))
@@ -97,10 +97,10 @@ def supervised(
 
 
 def mean_over_parts(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
-    """The mean of `function` over the parts of a batch, added up in their order."""
+    """The mean of `function` over the parts of a batch, summed in their order."""
     if parts == 1:
         return function(batch)
-    # Every parts-th example, not runs of them: examples stay on the devices they are on.
+    # Strided, not contiguous parts: examples stay on the devices they are on.
     cut = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]), batch)
     pieces = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), cut)
     shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], pieces))
@@ -130,9 +130,9 @@ class TaskSpec(NamedTuple):
     """A task's entry in the table: how to make and train it, and how long a small run of it is.
 
     `train(make(...), tx)` is its trainer. `make` takes the keywords `batch` and `data` (a folder),
-    and for language models `text`; what it returns is for `train` alone to understand.
-    `metric` names the validation metric by which runs are compared. `blank` is `make` without
-    data, for shapes alone; None where `make` needs none.
+    and for language models `text`; only `train` uses what it returns. `metric` names the validation
+    metric by which runs are compared. `blank` is `make` without data, for shapes only; None where
+    `make` needs no data.
     """
 
     make: Callable[..., Any]
@@ -153,11 +153,11 @@ class Part(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What a task has as its `data` when its batches are read while it trains.
+    """A task's `data` whose batches are read while it trains.
 
     `batches(split, seed, first, part)` yields this process's rows of batch number `first`, the
     next and so on, without end. The same arguments give the same batches, whatever was read
-    before: a run resumes at its step, and any number of processes see the same batches together.
+    before: a run resumes at its step, and any number of processes read the same batches together.
     The task's `sample` returns its first argument, which is then the batch.
     """
 
@@ -183,8 +183,7 @@ def read_batches(
         batch: rows of a whole batch, of which part p of n has the rows p, p + n, p + 2n …
         threads: how many read.
         ahead: batches that are read before they are needed.
-        whole: each thread reads whole batches, not examples: for small examples, which take less
-            time than handing them over.
+        whole: each thread reads whole batches, not single examples; faster for small examples.
     """
     if first < 0:
         raise ValueError(f"first={first} is not the number of a batch: they begin with 0.")

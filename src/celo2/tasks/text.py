@@ -1,4 +1,4 @@
-"""Texts as bytes that a device holds, and the task of training a language model on them."""
+"""Texts as bytes on the device, and the task of training a language model on them."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ VALID_FRACTION = 0.1
 
 
 class Corpus(NamedTuple):
-    """A text as two runs of tokens; bytes are uint8."""
+    """A text as tokens for training and for validation; bytes are uint8."""
 
     name: str
     source: str  # the files it was read from, or the module that embeds it
@@ -68,7 +68,7 @@ def load_text(
 
 
 def blank_text(vocab: int, length: int) -> Corpus:
-    """One window of nothing, for a model's shapes without its data."""
+    """A corpus of one window of zeros, to get a model's shapes without data."""
     tokens = np.zeros(length, np.uint8 if vocab <= BYTES else np.uint16)
     return Corpus("blank", "nowhere", tokens, tokens, vocab)
 

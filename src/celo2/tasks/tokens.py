@@ -1,4 +1,4 @@
-"""Token folders: a text as files of token numbers, made once and read while a model trains on it.
+"""Token folders: a text as files of token numbers, written once and read during training.
 
 A folder holds `tokens.json` and files such as `train-00000.bin`: token after token, little-endian,
 two bytes each, or four where the vocabulary has more than 65,536. docs/data.md has an example.
@@ -48,7 +48,7 @@ OFFLINE = "or use text files and --tokenizer bytes (or a tokenizer.json), which 
 
 
 class TokenFile(NamedTuple):
-    """What the manifest says of a file."""
+    """A file's entry in the manifest."""
 
     name: str
     tokens: int
@@ -178,7 +178,7 @@ def _map_file(folder: Path, file: TokenFile, vocab: int) -> np.ndarray:
 
 
 def verify_token_folder(folder: TokenFolder) -> None:
-    """Reads every file; a ValueError for the first that is not the one that was written."""
+    """Reads every file; raises a ValueError for the first whose SHA-256 is not the manifest's."""
     for file in (file for split in SPLITS for file in folder.files[split]):
         found = _file_digest(folder.path / file.name)
         if found != file.sha256:
@@ -195,7 +195,7 @@ def _file_digest(path: Path) -> str:
 
 
 def read_tokens(tokens: Tokens, start: int, count: int) -> np.ndarray:
-    """int32 [count]: the tokens from `start` on, from as many arrays as they are in."""
+    """int32 [count]: the tokens from `start` on, which may be in several arrays."""
     parts, stop = [], start + count
     for array in tokens.arrays:
         if start < len(array) and stop > 0:
@@ -218,10 +218,9 @@ def token_stream(folder: TokenFolder, length: int, batch: int) -> Stream:
     """Batches of windows, int32 [batch, length + 1].
 
     A window begins with the last token of the one before, so each token but the first is predicted
-    once. Training: every window once per epoch, in an order drawn anew for each epoch from the
-    seed; a batch may begin in one epoch and end in the next. Validation: the windows in order,
-    whatever the seed, and again from the first after the last. Any batch is reached without reading
-    those before it.
+    once. Training: every window once per epoch, shuffled anew for each epoch from the seed; a batch
+    may span two epochs. Validation: the windows in order, repeated, whatever the seed. Any batch
+    can be read without reading those before it.
     """
     grain = import_extra("grain", "data")
     for split in SPLITS:
@@ -304,7 +303,7 @@ class TokenOptions:
 
 
 class Document(NamedTuple):
-    """A text, or a piece of one that is too long to be held; `ends` marks the last piece."""
+    """A text, or a piece of one that is too long for memory; `ends` marks the last piece."""
 
     text: str
     ends: bool = True
@@ -373,7 +372,7 @@ def _read_json_lines(path: Path, file: TextIO, field: str) -> Iterator[Document]
 
 
 class Tokenizer(NamedTuple):
-    """How texts become token numbers below `vocab`."""
+    """A tokenizer; token numbers are below `vocab`."""
 
     name: str
     vocab: int
@@ -443,7 +442,7 @@ def make_tokens(
     report: Callable[[int, int], None] = lambda documents, tokens: None,
     **options: Any,
 ) -> TokenFolder:
-    """Makes the token folder `out` and returns it: complete, or not at all.
+    """Makes the token folder `out`, completely or not at all, and returns it.
 
     Documents 0, `valid_every`, 2 · `valid_every` … are for validation, the others for training.
 
@@ -509,7 +508,7 @@ def _write_documents(
     how: TokenOptions,
     report: Callable[[int, int], None],
 ) -> dict[str, dict[str, Any]]:
-    """Writes tokens until there are enough, or no more; what the manifest says of the splits."""
+    """Writes tokens until there are enough, or no more; returns the manifest's `splits`."""
     dtype, shard = token_dtype(tokenizer.vocab), int(how.shard)
     most = math.inf if how.tokens is None else int(how.tokens)
     counts, tokens = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
@@ -563,7 +562,7 @@ def _file_name(split: str, number: int) -> str:
 
 
 def _append(folder: Path, split: str, start: int, tokens: np.ndarray, shard: int) -> None:
-    """Writes token number `start` of the split and the next ones, `shard` in a file."""
+    """Appends tokens to the split, of which `start` are written already, `shard` to a file."""
     while len(tokens):
         number, inside = divmod(start, shard)
         now, tokens = np.split(tokens, [shard - inside])

@@ -22,7 +22,7 @@ PLANES = tuple(feature.name for feature in FEATURES if feature.name not in STRIP
 
 
 class Inputs(NamedTuple):
-    """All that the columns of a block are made of; the moments have taken the gradient in."""
+    """What a block's columns are computed from; the moments include the gradient."""
 
     param: Any  # a Tensor, or the Stack that blocks are cut from; so are the next three
     grad: Any
@@ -60,10 +60,10 @@ def build_features(
         torch.stack([param, *momentum, rms], -3, out=at["stored"])
         param, momentum, rms = at["parameter"], at["momentum"], at["rms"]
     inverse_rms = torch.add(rms, RMS_EPSILON, out=at["inverse_rms"]).rsqrt_()
-    over_rms = _multiply(momentum, inverse_rms, at["momentum_over_rms"])
+    over_rms = _multiply_planes(momentum, inverse_rms, at["momentum_over_rms"])
     scales = _scales(inputs.factors, at["factored_gradient"])
-    momenta = _multiply(momentum, scales, at["factored_momentum"]) if matrix else []
-    gradients = _multiply(scales, grad, at["factored_gradient"])
+    momenta = _multiply_planes(momentum, scales, at["factored_momentum"]) if matrix else []
+    gradients = _multiply_planes(scales, grad, at["factored_gradient"])
     grad_over_rms = torch.mul(grad, inverse_rms, out=at["gradient_over_rms"])
     if out is not None:
         return []
@@ -100,8 +100,8 @@ def _scales(factors: tuple[Tensor, ...], out: Tensor | None) -> Any:
     return torch.mul(*factors, out=out)
 
 
-def _multiply(xs: Any, ys: Any, out: Tensor | None) -> Any:
-    """Plane by plane, with one plane for all or one for each."""
+def _multiply_planes(xs: Any, ys: Any, out: Tensor | None) -> Any:
+    """Products plane by plane; `ys` is one plane for all, or one for each."""
     if out is not None:
         return torch.mul(xs, ys, out=out)
     ys = ys if isinstance(ys, list) else [ys] * len(xs)
@@ -111,8 +111,8 @@ def _multiply(xs: Any, ys: Any, out: Tensor | None) -> Any:
 def sum_squares(inputs: Inputs, skip_nonfinite: bool) -> Tensor:
     """The sums of squares of a block's planes, (columns, batch…, 1, 1), for `sums_in_order`.
 
-    The factors come squared. No planes are made: sums over rows are taken before a factor of the
-    rows comes in.
+    `inputs` have squared factors. No planes are made: squares are summed over rows before they are
+    multiplied by a factor of the rows.
     """
     grad = clean_gradient(inputs.grad, skip_nonfinite)
     singles = (grad.clamp(-CLIP, CLIP), inputs.param, inputs.rms)

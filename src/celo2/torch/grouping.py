@@ -1,4 +1,4 @@
-"""Steps of many parameters, by the rule or AdamW: equal ones together, as a workspace allows."""
+"""Steps of many parameters by the rule or AdamW, equal ones batched as the workspace allows."""
 
 # pyright: reportPrivateImportUsage=false
 # Torch has no public names for its foreach operations.
@@ -35,7 +35,7 @@ from celo2.torch.update import Weights, finish_update, tensor_update
 
 # A product and a sum in one instruction: on a CPU the MLP takes a fifth less time.
 COMPILER: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
-# An update and what Newton–Schulz makes beside it, in floats for each element.
+# An update and the temporaries of Newton–Schulz, in floats for each element.
 UPDATE_FLOATS = 4
 
 Group = dict[str, Any]  # the settings of a parameter group
@@ -52,8 +52,8 @@ class Member(NamedTuple):
     factor: float = 1.0  # on the update
 
 
-def _equal(members: list[Member], foreach: bool | None) -> Iterable[list[Member]]:
-    """Members that can be stepped together."""
+def _group_equal(members: list[Member], foreach: bool | None) -> Iterable[list[Member]]:
+    """Groups of members that can be stepped together."""
     kinds: dict[Any, list[Member]] = {}
     for i, (param, grad, state, frame, factor) in enumerate(members):
         dtypes = param.dtype, grad.dtype, *(x.dtype for x in state.values())
@@ -70,7 +70,7 @@ def move_by_rule(
     members: list[Member],
     compile: bool,
 ) -> None:
-    """Updates parameters and states of members that are on one device."""
+    """Updates the parameters and states of members on one device by the rule."""
     if compile:
         # With a square matrix first, a program is made for squares and then one for all.
         members = sorted(members, key=lambda one: len(set(one.frame.extent.shape)) == 1)
@@ -84,7 +84,7 @@ def move_by_rule(
         group["newton_schulz_dtype"],
         _compiled if compile else as_it_is,
     )
-    for some in _equal(members, group["foreach"]):
+    for some in _group_equal(members, group["foreach"]):
         # As many as the workspace holds updates for.
         numel = max(1, local(some[0].param).numel())
         size = max(1, workspace // (FLOAT * UPDATE_FLOATS * numel))
@@ -122,7 +122,7 @@ def _move_stack_by_rule(
 
 
 def _parts(group: Group, members: list[Member]) -> tuple[list[Tensor], list[Tensor]]:
-    """What this process has of parameters, and the gradients to descend."""
+    """This process's parts of the parameters, and of the gradients to descend."""
     grads = [local(member.grad) for member in members]
     params = [local(member.param).detach() for member in members]
     return params, list(torch._foreach_neg(grads)) if group["maximize"] else grads
@@ -172,7 +172,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def init_adam_state(param: Tensor) -> dict[str, Tensor]:
-    """Zeros under torch's names, and a count of gradients that were not finite."""
+    """Zeros under torch's names, and a count of gradients that are not finite."""
     dtype, device = torch.promote_types(param.dtype, torch.float32), local(param).device
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -193,11 +193,10 @@ def restore_adam_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Ten
 def move_by_adam(group: Group, lr: Rate, members: list[Member]) -> None:
     """Updates parameters and states by AdamW, at a multiple of the rule's rate.
 
-    Its arithmetic and its state are in float32 at least, whatever the parameter's dtype, and
-    bounded: no finite gradient makes them infinite. Torch's own does neither, and reads its step
-    counts on the host.
+    Unlike torch's AdamW, its arithmetic and state are in float32 at least, whatever the
+    parameter's dtype, no finite gradient makes them infinite, and step counts stay on the device.
     """
-    for some in _equal(members, group["foreach"]):
+    for some in _group_equal(members, group["foreach"]):
         _move_stack_by_adam(group, lr, some)
 
 
@@ -227,7 +226,7 @@ def _move_stack_by_adam(group: Group, lr: Rate, members: list[Member]) -> None:
 def _bias_corrections(
     steps: Tensor, betas: tuple[float, float], nesterov: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the first moment, the gradient that Nesterov adds and the second moment count for."""
+    """Factors of the first moment and of Nesterov's gradient, divisor of the second moment."""
     beta1, beta2 = betas
     first, second = 1 - beta1**steps, 1 - beta2**steps
     if not nesterov:

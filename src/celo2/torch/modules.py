@@ -1,4 +1,4 @@
-"""Parameter groups: what each parameter is, from its module, name and shape, and its route."""
+"""Parameter groups: the route of each parameter, from its module, name and shape."""
 
 import math
 import numbers
@@ -47,9 +47,9 @@ HIDDEN = "hidden"
 
 
 class Named(NamedTuple):
-    """A parameter with what is known of it.
+    """A parameter with what its module tells.
 
-    `known` is why AdamW must have it, or HIDDEN where its name alone would mislead.
+    `known` is the reason for AdamW to update it, or HIDDEN where its name alone would mislead.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Named(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A module that has a parameter, and its name for it."""
+    """A module that has a parameter, and the parameter's name in it."""
 
     module: nn.Module
     name: str
@@ -87,7 +87,7 @@ def describe(model: nn.Module, head: nn.Module | None = None) -> list[Named]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """Of each parameter, by its id; what is parametrized belongs to the module it is a part of."""
+    """The owners of each parameter, by its id; a parametrized one belongs to the outer module."""
     holders: dict[int, nn.Module] = {}
     for module in filter(parametrize.is_parametrized, model.modules()):
         lists: Any = module.parametrizations
@@ -113,7 +113,7 @@ def find_head(model: nn.Module, alone: bool) -> nn.Module | None:
 
 
 def _known_layers(model: nn.Module) -> dict[int, str]:
-    """What is known, by id, of layers whose place in the model says more than their name."""
+    """What is known, by id, of layers whose position in the model tells more than their name."""
     known = {}
     layers = _layers_of(model)
     for name, module in model.named_modules():
@@ -127,7 +127,7 @@ def _known_layers(model: nn.Module) -> dict[int, str]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The first module from outside that is a Sequential or has more than one part to train.
+    """The outermost module that is a Sequential or has more than one part to train.
 
     DistributedDataParallel, torch.compile, Lightning and PEFT put modules around a model.
     """
@@ -145,7 +145,7 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _module_view(owner: Owner, param: Tensor) -> MatrixView | None:
-    """The matrix view of a module's weight; None where only name and shape can tell."""
+    """The matrix view of a module's weight; None where it follows from name and shape alone."""
     module, ndim = owner.module, param.ndim
     if ndim < 2:
         return vector_view(ndim)
@@ -166,7 +166,7 @@ def _is_called(name: str, module: nn.Module) -> bool:
 
 
 def named_view(path: str, ndim: int) -> MatrixView:
-    """The matrix view of a Torch weight, from its rank and from what its path says it is.
+    """The matrix view of a Torch weight, from its rank and its path.
 
     Two axes are a Linear weight (out, in), three a batch of them, four or more (or any called a
     convolution) a kernel (out, in, taps…); tables of embeddings are (in, out). What is called a
@@ -205,7 +205,7 @@ def route(
 
 
 def _is_lengths(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is what weight_norm keeps of a weight beside its directions."""
+    """Whether a tensor is the lengths that weight_norm keeps of a weight."""
     return bool(LENGTHS.search(name)) and max(shape, default=1) == math.prod(shape)
 
 
@@ -218,9 +218,9 @@ def _as_published(view: MatrixView) -> MatrixView:
 
 
 def find_modules(params: Any) -> Any:
-    """What torch's constructor takes, with the parameters of modules in their place.
+    """The argument of torch's constructor, with modules replaced by their parameters.
 
-    A model that is given alone, or the last of several groups, ends with the output.
+    A model that is given alone, or the last of several groups, ends with the output head.
     """
     if isinstance(params, nn.Module):
         params = [{"params": params}]
@@ -243,7 +243,7 @@ def _list_module(module: nn.Module, head: nn.Module | None = None) -> list[Named
 
 
 def list_params(params: Any) -> list[Named]:
-    """The parameters of one group, with what a model or their names tell of them."""
+    """The parameters of one group, with what their model or their names tell."""
     if isinstance(params, nn.Module):
         return _list_module(params)
     if isinstance(params, Tensor):
@@ -264,7 +264,7 @@ def list_params(params: Any) -> list[Named]:
 
 
 def check_params(named: list[Named]) -> None:
-    """Raises where a parameter is nothing that celo2 can update."""
+    """Raises an error for a parameter that celo2 cannot update."""
     for i, (name, param, *_) in enumerate(named):
         name = name or f"parameter {i}"
         if not isinstance(param, Tensor):
@@ -285,7 +285,7 @@ def check_params(named: list[Named]) -> None:
 
 
 def check_settings(group: dict[str, Any]) -> None:
-    """Raises a ValueError for a setting that no training can mean."""
+    """Raises a ValueError for an invalid setting."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
@@ -317,7 +317,7 @@ def _is_decay(value: Any) -> bool:
 
 
 def check_names(overrides: Overrides, groups: list[dict[str, Any]]) -> None:
-    """Raises a ValueError for overrides that reach no parameter."""
+    """Raises a ValueError for overrides that match no parameter."""
     names = [name for group in groups for name in group.get("param_names", ())]
     if overrides and not names:
         raise ValueError(
@@ -351,19 +351,19 @@ def route_group(
 
 
 def unpack_route(packed: tuple) -> Route:
-    """A Route from its plain form."""
+    """The Route in a plain tuple, see `route_group`."""
     updater, reason, batch, rows, columns, published = packed
     view = MatrixView(tuple(batch), tuple(rows), tuple(columns), published)
     return Route(updater, reason, view)
 
 
 def name_of(group: dict[str, Any], i: int) -> str:
-    """What messages call a parameter of a group."""
+    """The name of a parameter of a group in messages."""
     return group["param_names"][i] if "param_names" in group else f"parameter {i}"
 
 
 def check_gradients(group: dict[str, Any]) -> None:
-    """Raises a RuntimeError for a gradient that celo2 has no use for."""
+    """Raises a RuntimeError for a sparse gradient."""
     for i, param in enumerate(group["params"]):
         if param.grad is not None and param.grad.layout is not torch.strided:
             raise RuntimeError(

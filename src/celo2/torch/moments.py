@@ -111,7 +111,7 @@ def view_moments(config: RuleConfig, frame: Frame, states: Sequence[dict[str, Te
 def store_moments(
     config: RuleConfig, frame: Frame, states: Sequence[dict[str, Tensor]], moments: Moments
 ) -> None:
-    """Writes to the states what `view_moments` had to copy."""
+    """Writes to the states those moments that `view_moments` had to copy."""
     names = (*momentum_names(config), "rms")
     for name, stack in zip(names, (*moments.momentum, moments.rms), strict=True):
         for state, new in zip(states, stack.members, strict=True):
@@ -128,10 +128,10 @@ def store_moments(
 def update_moments(
     config: RuleConfig, axes: Axes, grad: Stack, moments: Moments, plan: Plan
 ) -> Tensor:
-    """Takes the gradients in; which slices move.
+    """Updates the moments with the gradients; returns which slices move.
 
     A slice whose gradient is not finite keeps its moments, and a slice that never had a non-zero
-    gradient does not move; the published code does neither.
+    gradient does not move. The published code has neither exception.
     """
     peak = plan.extent.largest(find_peak(grad, axes.slice, plan), axes.slice)
     finite, moving = find_moving(peak, moments, plan)
@@ -155,7 +155,7 @@ def update_moments(
 
 
 def find_moving(peak: Tensor, moments: Moments, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Which slices have finite gradients and which move, from the gradients' largest values."""
+    """Which slices have finite gradients, and which move; `peak` is from `find_peak`."""
     finite = peak < torch.inf if plan.skip_nonfinite else torch.ones_like(peak, dtype=torch.bool)
     if not plan.hold_unused:
         return finite, finite
@@ -163,7 +163,7 @@ def find_moving(peak: Tensor, moments: Moments, plan: Plan) -> tuple[Tensor, Ten
 
 
 def find_rates(config: RuleConfig, finite: Tensor) -> dict[float, Tensor]:
-    """How much of a gradient a moment takes in, by the moment's decay: nothing if not finite."""
+    """The weight of the gradient in each moment, by decay: 0 for slices that are not finite."""
     decays = {*config.momentum_decays, config.rms_decay, *config.factored_decays}
     finite = finite.float()  # whatever the default dtype is
     return {decay: (1 - decay) * finite for decay in decays}
@@ -177,7 +177,7 @@ def update_factored(
     moments: Moments,
     plan: Plan,
 ) -> None:
-    """Takes sums of squared gradients, in the order of the axes summed over, into rows and cols."""
+    """Updates rows and cols with sums of squared gradients, one for each axis summed over."""
     over = in_order(axes, axes.rows, axes.cols) if axes.matrix else (axes.rows,)
     factored = in_order(axes, moments.rows, moments.cols) if axes.matrix else (moments.rows,)
     for axis, total, old in zip(over, sums, factored, strict=True):
@@ -192,7 +192,7 @@ def count_moves(moments: Moments, moving: Tensor, finite: Tensor) -> None:
 
 
 def in_order(axes: Axes, rows: Any, cols: Any) -> tuple[Any, Any]:
-    """What belongs to a matrix's rows and to its columns, in the order of the axes reduced."""
+    """`rows` and `cols` in the order of the axes that they are reduced over."""
     return (rows, cols) if axes.rows[0] < axes.cols[0] else (cols, rows)
 
 
@@ -203,7 +203,7 @@ def absorb(
     moments: list[Tensor],
     rates: list[Tensor],
 ) -> list[Tensor]:
-    """Takes a block of gradients into momenta and `rms`; sums of their squares over axes."""
+    """Updates momenta and `rms` with a block of gradients; returns sums of squares over axes."""
     grad = clean_gradient(grad, skip_nonfinite)
     for old, rate in zip(moments[:-1], rates, strict=False):
         _decay(old, grad, rate)
@@ -215,7 +215,7 @@ def absorb(
 def clean_gradient(grad: Tensor, skip_nonfinite: bool, out: Tensor | None = None) -> Tensor:
     """The gradient in float32 within ±1000, so that no square overflows.
 
-    Where slices that are not finite are skipped, nothing of them may be NaN: 0 · NaN is NaN.
+    Where slices that are not finite are skipped, NaN becomes 0, since 0 · NaN is NaN.
     """
     grad = torch.clamp(grad.float(), -GRADIENT_LIMIT, GRADIENT_LIMIT, out=out)
     return grad.nan_to_num_(0.0) if skip_nonfinite else grad

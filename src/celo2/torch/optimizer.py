@@ -1,4 +1,4 @@
-"""The rule as a `torch.optim.Optimizer`, and what loading its state_dict must hold to."""
+"""The rule as a `torch.optim.Optimizer`, and the checks of a loaded state_dict."""
 
 # pyright: reportPrivateImportUsage=false
 # Torch has no public names for its foreach operations.
@@ -41,22 +41,22 @@ from celo2.torch.tensors import Frame, aligned, frame_of, full_precision, local
 CPU = torch.device("cpu")
 Groups = list[dict[str, Any]]
 
-# What a group keeps when a state is loaded: the state is held to it.
-OWN = ("rule", "rule_digest", "routes", "published")
+# Entries of a parameter group that loading a state_dict does not change.
+KEPT_ENTRIES = ("rule", "rule_digest", "routes", "published")
 
 
 class Skipped(NamedTuple):
-    """Gradients that were not finite, in steps of tensors (of a stack: of its matrices)."""
+    """Numbers of gradients that were not finite, over all tensors (or matrices) and steps."""
 
-    rule: int  # left alone
-    adam: int  # their elements taken as zeros
+    rule: int  # matrices that the rule skipped
+    adam: int  # tensors of which AdamW treated some elements as zeros
 
 
 class Celo2(torch.optim.Optimizer):
     """Celo2: the learned rule on hidden matrices; AdamW on vectors, embeddings and the head.
 
-    Give it the model, so that it can tell them apart; `print(optimizer.explain())` shows how it
-    did. All settings but `overrides` and `compile` can differ between parameter groups, and a
+    Pass the model, so that Celo2 knows which is which; `print(optimizer.explain())` shows the
+    result. All settings but `overrides` and `compile` can differ between parameter groups, and a
     group may say `updater="rule"` or `"adam"`.
 
     Args:
@@ -71,21 +71,22 @@ class Celo2(torch.optim.Optimizer):
         adam_multiplier: AdamW's rate as a multiple of `lr`, so that schedulers move both.
         betas, eps: AdamW's other settings.
         adam_nesterov: whether AdamW looks ahead with Nesterov's momentum, as beside optax's Muon;
-            False is the paper's.
+            the paper has False.
         overrides: regex on a parameter's name → "rule", "adam" or a MatrixView; the first that
             matches counts.
-        published: follow the authors' code to the letter: the last two axes of what JAX would
-            store are the matrix, non-finite gradients go in, tensors without gradients drift.
-        skip_nonfinite: leave a matrix alone for a step whose gradient is not finite; for AdamW
-            such elements are zeros. `skipped()` counts both. Default: not `published`.
-        hold_unused: keep a matrix still until its first non-zero gradient. Default: as above.
-        momentum_dtype: of the stored momenta; bfloat16 makes 16 bytes of state per parameter 10.
+        published: follow the authors' code exactly: the last two axes of what JAX would store are
+            the matrix, non-finite gradients are used, tensors without gradients drift.
+        skip_nonfinite: skip a matrix in a step whose gradient is not finite; AdamW treats such
+            elements as zeros. `skipped()` counts both. Default: not `published`.
+        hold_unused: do not move a matrix before its first non-zero gradient. Default: as above.
+        momentum_dtype: of the stored momenta; bfloat16 makes the state 10 bytes per parameter
+            instead of 16.
         newton_schulz_dtype: the precision of the orthogonalization; float32 by default.
         maximize: ascend instead.
-        foreach: False updates every tensor by itself; else those of one shape go together.
+        foreach: False updates every tensor by itself; else those of one shape are batched.
         capturable: as torch has it; here every step can be captured in a CUDA graph.
-        workspace: bytes that the temporaries of a step may take beside one tensor's update: 1 GiB
-            by default; on a CPU 15/16 of the largest tensor's, from 1 MiB to 4 MiB.
+        workspace: bytes for the temporaries of a step, without one tensor's update: 1 GiB by
+            default; on a CPU 15/16 of the largest tensor's size, between 1 MiB and 4 MiB.
         kernel: "triton" for fused kernels on matrices, "eager" for torch's operations. Default: the
             former on CUDA, where Triton is installed and nothing is compiled.
         compile: fuse the rule's passes with `torch.compile`, which takes a while at first.
@@ -254,10 +255,10 @@ class Celo2(torch.optim.Optimizer):
         return self._weights[rule, device]
 
     def skipped(self) -> Skipped:
-        """How often gradients were not finite so far; it waits for the device.
+        """The numbers of gradients so far that were not finite; synchronizes with the device.
 
-        The rule leaves a matrix alone for such a step; AdamW takes such elements as zeros. Of a
-        sharded parameter, AdamW counts what this process has of it.
+        The rule skips such a matrix for the step; AdamW treats such elements as zeros. For a
+        sharded parameter, AdamW counts this process's part only.
         """
         counts = {"rule": 0, "adam": 0}
         for state in filter(None, self.state.values()):
@@ -272,8 +273,8 @@ class Celo2(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the rule's statistics keep their dtype.
 
-        Groups keep the rule and the routes that this optimizer was made with; a state that does
-        not fit them is refused before anything is changed.
+        Groups keep the rule and the routes of this optimizer; a state that does not fit them
+        raises an error before anything is changed.
         """
         own = [dict(group) for group in self.param_groups]
         content: dict[str, Any] = {}
@@ -282,7 +283,7 @@ class Celo2(torch.optim.Optimizer):
             self._check_content(loaded)
             content.update(loaded)
 
-        # The last of the hooks: it sees what the others have made of the content.
+        # The last of the hooks, after the others may have changed the content.
         handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
@@ -290,15 +291,15 @@ class Celo2(torch.optim.Optimizer):
             handle.remove()
         saved = content["param_groups"]
         for group, before, other in zip(self.param_groups, own, saved, strict=True):
-            # A setting may be newer than the saved state.
-            group.update({k: v for k, v in before.items() if k in OWN or k not in group})
+            # A state saved by an older version lacks newer settings.
+            group.update({k: v for k, v in before.items() if k in KEPT_ENTRIES or k not in group})
             if other.get("rule_digest") != group["rule_digest"]:
                 warnings.warn(
                     f"The state was saved with another rule than {group['rule']}, which goes on "
                     "with it.",
                     stacklevel=2,
                 )
-        # Statistics in the dtypes that torch has cast away, on their parameter's device.
+        # Statistics in their own dtypes, which torch has cast, on their parameter's device.
         for group, i, state in _saved_states(self.param_groups, content):
             param = group["params"][i]
             state = {name: x.to(param.device) for name, x in state.items()}

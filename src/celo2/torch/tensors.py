@@ -1,4 +1,4 @@
-"""Parameters as the rule sees them: matrix views, parts of sharded ones, stacks of equal ones."""
+"""Parameters as the rule uses them: matrix views, parts of sharded ones, stacks of equal ones."""
 
 # pyright: reportPrivateImportUsage=false
 # Torch has no public names for its foreach operations.
@@ -24,7 +24,7 @@ Fuse = Callable[[Callable], Callable]
 
 
 class Extent(NamedTuple):
-    """How large a viewed tensor is as a whole, and who has the rest of it."""
+    """The whole shape of a viewed tensor, and how it is sharded over processes, if it is."""
 
     shape: tuple[int, ...]
     shards: "Shards | None" = None
@@ -53,8 +53,8 @@ class Extent(NamedTuple):
 class Split(NamedTuple):
     """How one dimension of a device mesh splits a viewed tensor."""
 
-    axis: int | None  # counted from the end; None: its processes have the same
-    strides: int = 0  # how a tensor that another dimension splits first is cut; 0: in one piece
+    axis: int | None  # counted from the end; None is replicated
+    strides: int = 0  # split factor where another dimension splits the axis too; 0 without
 
 
 class Shards(NamedTuple):
@@ -64,7 +64,7 @@ class Shards(NamedTuple):
     splits: tuple[Split, ...]  # one for each dimension of the mesh
 
     def placements(self, ndim: int, reduced: tuple[int, ...] = ()) -> list:
-        """How an array of this rank lies on the mesh, if it is split where the tensor is."""
+        """The placements of an array of this rank that is split where the tensor is."""
         from torch.distributed.tensor import Replicate, Shard
 
         placements = []
@@ -86,7 +86,7 @@ class Shards(NamedTuple):
         operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         for dim, split in enumerate(self.splits):
             if split.axis in axes:
-                # NaN has no place in an order: it goes as an infinity.
+                # NaN has no order: it is sent as an infinity.
                 x = x.nan_to_num(nan=math.inf, posinf=math.inf) if operation == "max" else x
                 x = x.contiguous()
                 dist.all_reduce(x, operations[operation], self.mesh.get_group(dim))
@@ -115,7 +115,7 @@ class Shards(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """How one stored parameter is worked on."""
+    """How a stored parameter is viewed: its matrix, the axes of its moments, its extent."""
 
     view: MatrixView  # with rows and columns in the order in which memory has them
     axes: Axes
@@ -148,12 +148,12 @@ def _single_row(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
 
 
 def local(x: Any) -> Tensor:
-    """What this process has of a tensor."""
+    """This process's part of a tensor."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def aligned(grad: Any, param: Tensor) -> Tensor:
-    """A gradient split as its parameter is; tensor parallelism leaves some as sums to be made."""
+    """A gradient placed as its parameter; tensor parallelism leaves some as partial sums."""
     if not is_dtensor(param) or grad.placements == param.placements:
         return grad
     return grad.redistribute(placements=param.placements)
@@ -164,7 +164,7 @@ def is_dtensor(x: Tensor) -> TypeGuard[Any]:  # Any: its module is slow to impor
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Where a step is called inside autocast, its products of matrices stay in float32."""
+    """A context that disables autocast, so that products of matrices stay in float32."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -252,7 +252,7 @@ def default_workspace(largest: Tensor) -> int:
 
 
 def as_it_is(function: Callable) -> Callable:
-    """What `fuse` is where nothing is compiled."""
+    """The identity, which `Plan.fuse` is where nothing is compiled."""
     return function
 
 
@@ -264,7 +264,7 @@ class Stack:
         self.shape = (len(members), *members[0].shape)
 
     def cut(self, block: Block) -> list[Tensor]:
-        """What a block has of each member that it reaches."""
+        """The block's part of each member that it covers."""
         members = self.members[block[0]] if block else self.members
         return [part(member, block[1:]) for member in members]
 
@@ -278,14 +278,14 @@ def take(stacks: Sequence[Stack], block: Block) -> list[Tensor]:
 
 
 def put(stacks: Sequence[Stack], block: Block, values: Sequence[Tensor]) -> None:
-    """Writes changed blocks back; a view of a single member was changed where it is."""
+    """Writes changed blocks back; that of a single member is a view, changed in place."""
     if len(values[0]) > 1:
         own = [x for value in values for x in value.unbind(0)]
         torch._foreach_copy_(sum((stack.cut(block) for stack in stacks), []), own)
 
 
 class Plan(NamedTuple):
-    """How a stack is stepped; nothing here but the policies changes a number."""
+    """How a stack is stepped; only the two policies and the dtype change results."""
 
     extent: Extent  # of the stack
     workspace: int  # bytes
@@ -325,14 +325,14 @@ def blocks(shape: tuple[int, ...], limit: int) -> Iterator[Block]:
 
 
 class Sums:
-    """What is added up, block by block, for the slices of a stack."""
+    """A reduction of a stack that is accumulated block by block."""
 
     def __init__(self, combine: Callable[..., Tensor] = torch.add):
         self.combine = combine
         self.total: Any = None
 
     def add(self, block: Block, found: Tensor, shape: Sequence[int], stacked: int = 0) -> None:
-        """Takes in what was found in a block; `shape` is that of the total."""
+        """Adds the reduction of a block; `shape` is that of the total."""
         if not block:
             self.total = found
             return

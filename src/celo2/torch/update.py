@@ -58,7 +58,7 @@ def tensor_update(
 ) -> tuple[Tensor, Tensor]:
     """The updates of a stack of viewed tensors and their new `running_rms` (Algorithm 1).
 
-    `moments` have taken the gradients in.
+    The moments include the gradients.
     """
     inputs = make_inputs(axes, param, grad, moments, plan.extent)
     layer = normalize_inputs(weights, config, axes, inputs, moments, plan)
@@ -250,7 +250,7 @@ class Buffers(NamedTuple):
 def arrange_buffers(
     config: RuleConfig, matrix: bool, layers: Layers, memory: list[Tensor], shape: tuple[int, ...]
 ) -> Buffers:
-    """Places for a block of this shape: planes and hidden units take turns in two buffers."""
+    """Buffers for a block of this shape: planes and hidden units alternate between two of them."""
     *batch, rows, columns = shape
     count, size, planes = math.prod(batch), rows * columns, plane_count(config, matrix)
     values, units, *others = (
@@ -276,7 +276,7 @@ def run_products(
 ) -> Sequence[Tensor]:
     """The MLP of a block with a product of matrices for every layer.
 
-    A single output is written where it belongs, if that is in one piece.
+    A single output is written in place where it is contiguous.
     """
     *batch, rows, columns = shape = tuple(inputs.grad.shape)
     buffers = arrange(shape)
@@ -357,9 +357,9 @@ def newton_schulz(
 
 
 def _replace(x: Tensor, axis: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a function that works on each row or column of `x` by itself makes of it.
+    """`function(x)`, for a function that works on each row or column of `x` by itself.
 
-    In place on a CPU, and in thirds: a second array of this size would be the step's largest.
+    On a CPU in place and in thirds: a second array of this size would be the step's largest.
     """
     if x.device.type != "cpu":
         return function(x)
@@ -375,10 +375,10 @@ def _gram_polynomial(
     multiply: Callable[..., Tensor],
     multiply_add: Callable[..., Tensor],
 ) -> Tensor:
-    """The matrix that takes y to what `newton_schulz` makes of it, from gram = y yᵀ.
+    """The matrix P for which P y is the result of `newton_schulz`, from gram = y yᵀ.
 
-    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to
-    multiply the small matrices, which commute, and touch y only once more.
+    The iterates are polynomials in the Gram matrix times y. For a wide y it is cheaper to multiply
+    the small matrices, which commute, and to use y only once more.
     """
     a, b, c = NEWTON_SCHULZ
 
@@ -420,7 +420,7 @@ def _has_amd_processor() -> bool:
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    # What torch.compile makes of a Linear on a CPU. It takes long with a part of a matrix.
+    # The operation that torch.compile uses for a Linear on a CPU. It is slow on part of a matrix.
     y = y if y.mT.is_contiguous() else y.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, y.mT, None, "none", [], "")
 
