@@ -222,7 +222,7 @@ def _rule_on_views(
             grads, jax.tree.leaves(params), views, memory, strict=True
         ):
             shape = grad.shape
-            param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
+            param, grad = (to_view(_saturated(x), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
             new, moving = take_in(axes, grad, map_large(lambda x, view=view: to_view(x, view), old))
@@ -249,6 +249,14 @@ def _rule_on_views(
         )
 
     return on_views
+
+
+def _saturated(x: Array) -> Array:
+    """An array in float32, in which a finite float64 stays finite."""
+    if jnp.finfo(x.dtype).bits > 32:
+        limit = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+    return x.astype(jnp.float32)
 
 
 def _if_moving(
@@ -489,7 +497,8 @@ def _guarded(
 
 def _to_float32(x: Any) -> Any:
     """An array, or a shape, in float32 if it has fewer bits."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    # Not promote_types, which has no answer for floats of 8 bits.
+    dtype = x.dtype if jnp.finfo(x.dtype).bits > 32 else jnp.float32
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=dtype)
     return x.astype(dtype)
