@@ -7,6 +7,7 @@ tensors, AdamW on the others. Below them, what they need of parameter trees.
 import functools
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -269,8 +270,23 @@ def _if_moving(
 def _check_floating(**dtypes: Any) -> None:
     """Raises a ValueError for a dtype in which neither momenta nor products can be kept."""
     for name, dtype in dtypes.items():
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is not None and not _is_floating(dtype):
             raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # not the name of a dtype
+        return False
+
+
+def _check_numbers(**settings: Any) -> None:
+    """Raises a TypeError for a setting that is neither a number nor a schedule of numbers."""
+    for name, value in settings.items():
+        is_number = isinstance(value, numbers.Real) or hasattr(value, "dtype")
+        if not (is_number or callable(value)):
+            raise TypeError(f"{name}={value!r} must be a number or a schedule.")
 
 
 def _check_params(params: optax.Params | None) -> None:
@@ -364,6 +380,9 @@ def celo2(
     """
     rule = as_rule(rule)
     check_choice("scale", scale, Scale)
+    _check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, rms_scale=rms_scale)
+    if adam_learning_rate is not None:
+        _check_numbers(adam_learning_rate=adam_learning_rate)
     skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
     on_views = _rule_on_views(
         rule,
