@@ -44,7 +44,7 @@ class RunFolder:
         """What config.json holds, None where there is none."""
         try:
             return json.loads(self.config.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise ValueError(f"{self.config} is not JSON: {error}.") from error
