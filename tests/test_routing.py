@@ -1,6 +1,7 @@
 """Matrix views, who updates a tensor and why."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -392,3 +393,6 @@ def test_override_that_matches_nothing_is_refused():
 def test_override_that_is_no_regex_is_refused():
     with pytest.raises(ValueError, match=r"'\(a' is not a regular expression: missing \)"):
         check_overrides({"(a": "adam"}, ["a"])
+    overrides: Any = ["a"]
+    with pytest.raises(TypeError, match=r"overrides=\['a'\] is not a dict: give a regular"):
+        check_overrides(overrides, ["a"])

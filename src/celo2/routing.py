@@ -249,7 +249,12 @@ def as_view(choice: Any, ndim: int, path: str) -> MatrixView:
 
 
 def check_patterns(overrides: Overrides | None) -> None:
-    """Raises a ValueError for an override that is no regular expression."""
+    """Raises an error for overrides that are no dict of regular expressions."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"overrides={overrides!r} is not a dict: give a regular expression on a parameter's "
+            'path → "rule", "adam" or a MatrixView.'
+        )
     for pattern in overrides or {}:
         try:
             re.compile(pattern)

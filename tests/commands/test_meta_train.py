@@ -182,8 +182,20 @@ def test_status_shows_a_run_without_touching_it(tmp_path, capsys):
 
 
 def test_status_of_no_run_says_so(tmp_path, capsys):
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+        assert cli.main(["status", str(wrong)]) == 2
+        assert f"{wrong.name} holds no run" in capsys.readouterr().err
+
+
+def test_tries_are_made_where_they_are_asked_for():
+    def command(*options):
+        return meta_train.try_command(parse_options(["--out", "x", *options]))
+
+    assert command("--try-every", "0") is None
+    assert command("--try-every", "5")[-2:] == ["--out", "x/heldout"]
+    with pytest.raises(ValueError, match="try_every=-1 must not be negative; 0 never tries"):
+        command("--try-every", "-1")
 
 
 def test_status_of_a_folder_of_run_says_so(tmp_path, capsys):

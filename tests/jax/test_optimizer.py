@@ -193,9 +193,27 @@ def test_adam_mask_of_another_tree_is_refused():
 
 
 @pytest.mark.parametrize("option", ["momentum_dtype", "newton_schulz_dtype"])
-def test_precision_that_is_not_floating_point_is_refused(option):
-    with pytest.raises(ValueError, match=f"{option}='int8' must be a floating-point dtype"):
-        celo2(1e-3, rule=RULE, **{option: "int8"})
+@pytest.mark.parametrize("dtype", ["int8", "half-way"])
+def test_precision_that_is_not_floating_point_is_refused(option, dtype):
+    with pytest.raises(ValueError, match=f"{option}={dtype!r} must be a floating-point dtype"):
+        celo2(1e-3, rule=RULE, **{option: dtype})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"learning_rate": None},
+        {"learning_rate": "1e-3"},
+        {"weight_decay": "0.1"},
+        {"rms_scale": None},
+        {"adam_learning_rate": "1e-3"},
+    ],
+    ids=str,
+)
+def test_setting_that_is_no_number_is_refused(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(TypeError, match=f"{name}={value!r} must be a number or a schedule"):
+        celo2(**{"learning_rate": 1e-3, "rule": RULE} | settings)
 
 
 def test_overrides_choose_updater_and_view():

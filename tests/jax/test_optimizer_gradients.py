@@ -247,7 +247,17 @@ def test_adam_takes_any_finite_gradient(dtype, sizes, nesterov):
     assert skipped(state) == (0, 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_largest_float64_gradient_is_not_taken_for_infinite():
+    with jax.enable_x64(True):
+        params = {"kernel": jnp.linspace(-1, 1, 24, dtype=jnp.float64).reshape(4, 6)}
+        grads = [{"kernel": jnp.full((4, 6), size)} for size in (1e200, jnp.inf)]
+        updates, _, state = train(celo2(1e-2, rule=RULE), params, grads)
+        first, second = (np.asarray(update["kernel"]) for update in updates)
+        assert np.isfinite(first).all() and (first != 0).all()
+        assert not second.any() and skipped(state) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_adam_keeps_float32_statistics(dtype):
     _, _, _, state = train_adam(dtype, (0.1, 0.2))
     for name in ("mu", "nu"):

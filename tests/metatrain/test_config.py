@@ -53,6 +53,7 @@ def test_mistakes_in_toml_are_named_with_the_file(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"seed": -1}, "seed=-1 must be from 0 to"),
         ({"warmup": -1}, "warmup=-1 must be a number of at least 0"),
         ({"warmup": 50, "iterations": 50, "decay": "cosine"}, "warmup=50 .* iterations=50"),
         ({"adam_multiplier": -1.0}, "adam_multiplier=-1.0 must be a number of at least 0"),

@@ -146,6 +146,7 @@ def test_weight_decay_reaches_weights_in_half_precision(foreach):
         (torch.bfloat16, 1e38),
         (torch.float16, 6e4),
         (torch.float16, 6e-8),
+        (torch.float64, 1e200),
     ],
 )
 def test_no_finite_gradient_makes_anything_infinite(dtype, size, nesterov):
@@ -156,7 +157,8 @@ def test_no_finite_gradient_makes_anything_infinite(dtype, size, nesterov):
     state = optimizer.state[bias]
     assert moved.isfinite().all() and (moved < start).all()
     assert all(x.isfinite().all() for x in state.values())
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    kept = torch.promote_types(dtype, torch.float32)
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kept
     assert optimizer.skipped() == (0, 0)
 
 

@@ -126,6 +126,18 @@ def test_largest_gradients_are_clipped_and_give_finite_steps():
     torch.testing.assert_close(Run().update(large), Run().update(clipped), rtol=0, atol=0)
 
 
+def test_largest_float64_gradient_is_not_taken_for_infinite():
+    weight = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6))
+    before, optimizer = weight.detach().clone(), Celo2([("weight", weight)], LR, rule=RULE)
+    weight.grad = torch.full_like(weight, 1e200)
+    optimizer.step()
+    assert weight.isfinite().all() and (weight != before).all()
+    assert optimizer.skipped() == (0, 0)
+    weight.grad[0, 0] = torch.inf
+    optimizer.step()
+    assert optimizer.skipped() == (1, 0)
+
+
 def test_both_policies_can_be_switched_to_the_published_behaviour():
     zero = {"kernel": torch.zeros(4, 6)}
     infinite = {"kernel": put(GRADS[0]["kernel"], (0, 0), math.inf)}

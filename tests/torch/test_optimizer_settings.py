@@ -75,6 +75,11 @@ class FlatParameter(nn.Parameter):
         ),
         ([("a", torch.zeros(3, dtype=torch.int64))], TypeError, "real .* a is torch.int64"),
         ([torch.zeros(3, dtype=torch.complex64)], TypeError, "parameter 0 is torch.complex64"),
+        (
+            [("a", torch.zeros(3, 4).to(torch.float8_e4m3fn))],
+            TypeError,
+            "of 16 bits or more, but a is torch.float8_e4m3fn",
+        ),
         (["weight"], TypeError, "updates tensors, but parameter 0 is a str"),
         ([nn.Linear(2, 2)], TypeError, "parameter 0 is a Linear"),
         ([], ValueError, "empty parameter list"),
@@ -88,6 +93,17 @@ class FlatParameter(nn.Parameter):
 def test_what_cannot_be_updated_is_refused(params, error, message):
     with pytest.raises(error, match=message):
         Celo2(params, rule=RULE)
+
+
+@pytest.mark.parametrize("change", [lambda some: some.pop(), lambda some: some.append(some[0])])
+def test_group_whose_list_of_parameters_was_changed_is_refused(change):
+    model = nn.Linear(3, 4)
+    optimizer = Celo2(model, rule=RULE)
+    model(torch.ones(2, 3)).sum().backward()
+    change(optimizer.param_groups[0]["params"])
+    for use in (optimizer.step, optimizer.explain):
+        with pytest.raises(RuntimeError, match="made with 2 parameters and has [13] now: add"):
+            use()
 
 
 def test_duplicates_in_several_groups_are_refused():

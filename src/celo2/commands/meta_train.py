@@ -106,7 +106,7 @@ def meta_train(arguments: list[str]) -> int:
             minutes=options.minutes,
             checkpoint_every=options.checkpoint_every,
             try_command=try_command(options),
-            try_every=max(options.try_every, 1),
+            try_every=options.try_every or 1,
             limits=Limits(options.max_weight_norm, options.patience),
             stop=asked,
         )
@@ -164,7 +164,9 @@ def default_devices(options: Options) -> int:
 
 def try_command(options: Options) -> list[str] | None:
     """The command that tries a rule file; None for a run without tries."""
-    if options.try_every < 1:
+    if options.try_every < 0:
+        raise ValueError(f"try_every={options.try_every} must not be negative; 0 never tries.")
+    if options.try_every == 0:
         return None
     command = [sys.executable, "-m", "celo2.cli", "try", "--json"]
     command += ["--out", str(Path(options.out) / HELDOUT)]

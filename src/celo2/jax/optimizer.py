@@ -7,6 +7,7 @@ some tensors, AdamW on the others. Helpers for parameter trees follow at the end
 import functools
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -177,7 +178,7 @@ def _rule_on_views(
             grads, jax.tree.leaves(params), views, old_moments, strict=True
         ):
             shape = grad.shape
-            param, grad = (to_view(x.astype(jnp.float32), view) for x in (param, grad))
+            param, grad = (to_view(_saturated(x), view) for x in (param, grad))
             axes = axes_of(view, grad.shape)
             _check_shapes(old, axes, grad.shape)
             old = map_large(lambda x, view=view: to_view(x, view), old)
@@ -205,6 +206,14 @@ def _rule_on_views(
         )
 
     return on_views
+
+
+def _saturated(x: Array) -> Array:
+    """An array in float32, in which a finite float64 stays finite."""
+    if jnp.finfo(x.dtype).bits > 32:
+        limit = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+    return x.astype(jnp.float32)
 
 
 class _Tensor(NamedTuple):
@@ -290,8 +299,23 @@ def _if_moving(
 def _check_floating(**dtypes: Any) -> None:
     """Raises a ValueError for a dtype that is not floating point."""
     for name, dtype in dtypes.items():
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is not None and not _is_floating(dtype):
             raise ValueError(f"{name}={dtype!r} must be a floating-point dtype.")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # not the name of a dtype
+        return False
+
+
+def _check_numbers(**settings: Any) -> None:
+    """Raises a TypeError for a setting that is neither a number nor a schedule of numbers."""
+    for name, value in settings.items():
+        is_number = isinstance(value, numbers.Real) or hasattr(value, "dtype")
+        if not (is_number or callable(value)):
+            raise TypeError(f"{name}={value!r} must be a number or a schedule.")
 
 
 def _check_params(params: optax.Params | None) -> None:
@@ -386,6 +410,9 @@ def celo2(
     """
     rule = as_rule(rule)
     check_choice("scale", scale, Scale)
+    _check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, rms_scale=rms_scale)
+    if adam_learning_rate is not None:
+        _check_numbers(adam_learning_rate=adam_learning_rate)
     skip_nonfinite = not published if skip_nonfinite is None else skip_nonfinite
     on_views = _rule_on_views(
         rule,
@@ -522,7 +549,8 @@ def _guarded(
 
 def _to_float32(x: Any) -> Any:
     """An array, or a shape, in float32 if it has fewer bits."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    # Not promote_types, which has no answer for floats of 8 bits.
+    dtype = x.dtype if jnp.finfo(x.dtype).bits > 32 else jnp.float32
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=dtype)
     return x.astype(dtype)

@@ -160,6 +160,8 @@ class MetaConfig:
             from_zero=("adam_multiplier", "weight_decay", "loss_limit", "late_weight", "warmup"),
             below_one=("averaging", "inner_warmup"),
         )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2³² - 1.")
         decays = self.inner_weight_decays
         if not decays or not all(0 <= value < math.inf for value in decays):
             raise ValueError(f"inner_weight_decays={decays} must hold numbers of at least 0.")

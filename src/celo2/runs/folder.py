@@ -44,7 +44,7 @@ class RunFolder:
         """The content of config.json, None if there is none."""
         try:
             return json.loads(self.config.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise ValueError(f"{self.config} is not JSON: {error}.") from error

@@ -271,9 +271,10 @@ def check_params(named: list[Named]) -> None:
             raise TypeError(f"celo2 updates tensors, but {name} is a {type(param).__name__}.")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the model once, then make Celo2.")
-        if not param.is_floating_point():
+        if not param.is_floating_point() or param.dtype.itemsize < 2:  # torch cannot add float8s
             raise TypeError(
-                f"celo2 updates real floating-point parameters, but {name} is {param.dtype}."
+                "celo2 updates real floating-point parameters of 16 bits or more, but "
+                f"{name} is {param.dtype}."
             )
         marks = ("_is_flat_param", "_fsdp_flattened")
         flat = type(param).__name__ == "FlatParameter" or any(hasattr(param, m) for m in marks)
@@ -362,6 +363,16 @@ def name_of(group: dict[str, Any], i: int) -> str:
     return group["param_names"][i] if "param_names" in group else f"parameter {i}"
 
 
+def check_routes(group: dict[str, Any]) -> None:
+    """Raises a RuntimeError where somebody has changed the list of a group's parameters."""
+    known, found = len(group["routes"]), len(group["params"])
+    if known != found:
+        raise RuntimeError(
+            f"a group was made with {known} parameters and has {found} now: add parameters with "
+            "add_param_group, and make a new optimizer to take some away."
+        )
+
+
 def check_gradients(group: dict[str, Any]) -> None:
     """Raises a RuntimeError for a sparse gradient."""
     for i, param in enumerate(group["params"]):
@@ -376,6 +387,7 @@ def explain_groups(groups: list[dict[str, Any]]) -> Explanation:
     """A line for each parameter: who updates it, why, and how it is seen."""
     lines = Explanation()
     for group in groups:
+        check_routes(group)
         for i, (param, packed) in enumerate(zip(group["params"], group["routes"], strict=True)):
             route, shape = unpack_route(packed), tuple(param.shape)
             lines.append(

@@ -31,6 +31,8 @@ from celo2.torch.tensors import (
     to_view,
 )
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 STATISTICS, COUNTS = ("rows", "cols", "running_rms"), ("moves", "skipped")
 DECAYS_FIRST = ("rows", "cols")
 
@@ -231,7 +233,10 @@ def find_peak(grad: Stack, axes: tuple[int, ...], plan: Plan) -> Tensor:
     peak = Sums(torch.maximum)
     for block in plan.blocks(grad.shape, 8):
         (cut,) = take((grad,), block)
-        peak.add(block, cut.abs().amax(axes, True).float(), shape)
+        largest = cut.abs().amax(axes, True)
+        if largest.dtype == torch.float64:  # what is finite stays so in float32
+            largest = torch.where(largest < torch.inf, largest.clamp(max=FLOAT32_MAX), largest)
+        peak.add(block, largest.float(), shape)
     return peak.total
 
 

@@ -27,6 +27,7 @@ from celo2.torch.modules import (
     check_gradients,
     check_names,
     check_params,
+    check_routes,
     check_settings,
     explain_groups,
     find_modules,
@@ -129,6 +130,7 @@ class Celo2(torch.optim.Optimizer):
         compile: bool = False,
     ):
         self._rules: dict[str, Rule] = {}
+        check_patterns(overrides)
         self._overrides = dict(overrides or {})
         self._compile = compile
         self._weights: dict[tuple[str, torch.device], dict[str, Tensor]] = {}
@@ -155,7 +157,6 @@ class Celo2(torch.optim.Optimizer):
             "kernel": kernel,
         }
         check_settings(defaults)
-        check_patterns(self._overrides)
         super().__init__(find_modules(params), defaults)
         check_names(self._overrides, self.param_groups)
 
@@ -208,6 +209,7 @@ class Celo2(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            check_routes(group)
             check_gradients(group)
         for group in self.param_groups:
             # By id: a parameter that is given twice is moved once.
