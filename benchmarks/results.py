@@ -15,11 +15,14 @@ from matplotlib.figure import Figure
 
 from celo2.evaluate.comparison import (
     Entry,
+    Interval,
     Outcome,
     Sweep,
     baseline_of,
     best_curve,
+    bootstrap,
     edge_of,
+    interquartile_mean,
     metric_of,
     reach,
     read_sweep,
@@ -27,7 +30,7 @@ from celo2.evaluate.comparison import (
     without_lost,
 )
 from celo2.evaluate.config import find_task
-from celo2.evaluate.plots import COLORS
+from celo2.evaluate.plots import COLORS, LEAST_SEEDS
 from celo2.evaluate.validation import relative_score
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +117,7 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
         DOCS / "results.md": {
             **{task: table(sweep, task) for sweep, task in tasks},
             "differences": difference_table(losses),
+            "intervals": interval_table(games),
         },
         DOCS / "learning-rate.md": {
             "rates": rate_table(language_model),
@@ -205,6 +209,34 @@ def difference_table(tasks: list[tuple[Sweep, str]]) -> str:
     rows.append(["mean", *(cell(*pair, names) for pair in pairs)])
     header = [f"{NAMES[a]} to {NAMES[b]}" for a, b in pairs]
     return markdown(["log ratio of losses, %", *header], rows)
+
+
+def interval_table(tasks: list[tuple[Sweep, str]]) -> str:
+    """Mean returns with bootstrap intervals over seeds, of optimizers that have enough of them."""
+    by_task = {task: {e.label: e.scores for e in sweep.tasks[task]} for sweep, task in tasks}
+    labels = [
+        label
+        for label in ORDER
+        if all(len(found.get(label, ())) >= LEAST_SEEDS for found in by_task.values())
+    ]
+
+    def cell(interval: Interval, form: str) -> str:
+        value, low, high = (format(number, form) for number in interval)
+        return f"{value} ({low} – {high})"
+
+    rows = []
+    for task, found in by_task.items():
+        cells = [cell(bootstrap([found[label]]), ".1f") for label in labels]
+        rows.append([TASKS[task].removeprefix("PPO, "), *cells])
+    relative = {
+        label: [
+            [score / fmean(found["adamw"]) for score in found[label]] for found in by_task.values()
+        ]
+        for label in labels
+    }
+    together = [cell(bootstrap(relative[label], interquartile_mean), ".2f") for label in labels]
+    rows.append(["all three, over AdamW's mean", *together])
+    return markdown(["mean return", *(NAMES[label] for label in labels)], rows)
 
 
 def rate_table(entries: list[Entry]) -> str:
