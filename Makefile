@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Compiled programs are kept: a second run of the tests then spends little time compiling.
 test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+# These programs take longer to compile than to run. The slow tests run them as users do, optimized.
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile

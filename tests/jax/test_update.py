@@ -441,6 +441,7 @@ def test_wide_rules_compile_as_quickly_as_narrow_ones(orthogonalize, meta):
     code = (
         "import sys; sys.path[:0] = ['tests', 'tests/jax']\n"
         "import jax; jax.config.update('jax_enable_compilation_cache', False)\n"
+        "jax.config.update('jax_disable_most_optimizations', False)\n"
         "import test_update as t\n"
         f"t.compile_cost(2, {orthogonalize}, {meta})  # what only the first compilation does\n"
         f"print(*t.compile_cost(8, {orthogonalize}, {meta}))\n"

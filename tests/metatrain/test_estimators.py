@@ -318,12 +318,16 @@ def test_backprop_differentiates_the_end_of_an_unroll_through_its_last_steps(tru
     def loss_at_the_end(weights):
         problem = inner.start(family, WEIGHTS, jnp.array(0), KEY)
         carry = jax.tree.map(lambda x: x[0], (problem.params, problem.optimizer))
-        for step in range(8):
-            known = step < 8 - truncation
-            now = jax.lax.stop_gradient(weights) if known else weights
-            *carry, _ = inner.train_step(family, now, problem, *carry, family.data[0])
-            carry = jax.lax.stop_gradient(carry) if known else carry
-        return family.loss(carry[0], family.data[0])
+
+        def steps(carry, weights, count):
+            def step(carry, _):
+                return inner.train_step(family, weights, problem, *carry, family.data[0])[:2], None
+
+            return jax.lax.scan(step, carry, length=count)[0]
+
+        carry = jax.lax.stop_gradient(steps(carry, weights, 8 - truncation))
+        params, _ = steps(carry, weights, truncation)
+        return family.loss(params, family.data[0])
 
     loss, truth = jit(jax.value_and_grad(loss_at_the_end))(WEIGHTS)
     numbers = jnp.arange(2)
