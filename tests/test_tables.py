@@ -48,6 +48,13 @@ def test_other_pages_are_those_of_the_records(pages):
         assert page == (REPOSITORY / name).read_text("utf-8"), "run python benchmarks/results.py"
 
 
+def test_pages_of_experiments_are_those_of_the_records():
+    pages = load("experiments").pages()
+    assert DOCS / "learning-rate.md" in pages
+    for path, page in pages.items():
+        assert page == path.read_text("utf-8"), "run python benchmarks/experiments.py"
+
+
 def test_a_wrong_number_is_noticed(results):
     right = (REPOSITORY / "README.md").read_text("utf-8")
     (shown,) = re.findall(r"AdamW (\d\.\d{3}), Muon", right)
