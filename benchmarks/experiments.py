@@ -191,16 +191,18 @@ def bold_lowest(scores: Sequence[float | None]) -> list[str]:
 
 
 def width_table(sweep: Sweep) -> str:
-    """The final loss by rate, a row for each optimizer and width."""
+    """The final loss by rate, a row for each scale and width."""
+    rows, header = [], []
     labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
-    rows, rates = [], []
     for label in labels:
         for task, entries in sweep.tasks.items():
-            points = sensitivity(next(entry for entry in entries if entry.label == label))
-            rates = [show_rate(rate) for rate, _ in points]
-            cells = bold_lowest([score for _, score in points])
-            rows.append([LABELS[label], task.rpartition("-")[2], *cells, show_lowest(points)])
-    return markdown(["", "width", *rates, "lowest at"], rows)
+            for entry in (entry for entry in entries if entry.label == label):
+                points = sensitivity(entry)
+                header = header or [show_rate(rate) for rate, _ in points]
+                cells = bold_lowest([score for _, score in points])
+                width = task.rpartition("-")[2]
+                rows.append([LABELS[label], width, *cells, show_lowest(points)])
+    return markdown(["", "width", *header, "lowest at"], rows)
 
 
 def show_lowest(points: Sequence[tuple[float, float | None]]) -> str:
