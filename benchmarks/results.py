@@ -134,11 +134,12 @@ def pages(tasks: list[tuple[Sweep, str]]) -> dict[Path, str]:
         },
         CARD: {"validation": summary_table("final validation loss", small, ".3f")},
     }
-    if (records := DOCS / "results" / "nanogpt.jsonl").exists():
-        texts[DOCS / "nanogpt.md"] = {
-            "nanogpt": nanogpt_table(records),
-            "nanogpt in words": nanogpt_words(records),
-        }
+    records = DOCS / "results" / "nanogpt.jsonl"
+    texts[DOCS / "nanogpt.md"] = {
+        "nanogpt": nanogpt_table(records),
+        "nanogpt in words": nanogpt_words(records),
+    }
+    texts[ROOT / "README.md"]["nanogpt"] = nanogpt_line(records)
     for name in ("index.md", "faq.md"):
         texts[DOCS / name] = {"small rates": small_rates(losses)}
     filled = {}
@@ -365,8 +366,8 @@ def nanogpt_table(path: Path) -> str:
     return markdown([*header, "range of seeds", "loss at 1e-3"], lines)
 
 
-def nanogpt_words(path: Path) -> str:
-    """Celo2 beside AdamW at nanoGPT's own rate, and beside both others with tuned rates."""
+def nanogpt_losses(path: Path) -> tuple[dict[str, float], dict[str, float | None]]:
+    """Each optimizer's mean loss over seeds at its best rate, and its loss at 1e-3 if it ran."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     first = rows[0]["seed"]
     tuned, usual = {}, {}
@@ -375,6 +376,12 @@ def nanogpt_words(path: Path) -> str:
         losses = {row["rate"]: row["valid_loss"] for row in mine if row["seed"] == first}
         usual[name], best = losses.get(1e-3), min(losses, key=losses.__getitem__)
         tuned[name] = fmean(row["valid_loss"] for row in mine if row["rate"] == best)
+    return tuned, usual
+
+
+def nanogpt_words(path: Path) -> str:
+    """Celo2 beside AdamW at nanoGPT's own rate, and beside both others with tuned rates."""
+    tuned, usual = nanogpt_losses(path)
 
     def beside(other: str) -> str:
         percent = 100 * (tuned["celo2"] / tuned[other] - 1)
@@ -383,6 +390,15 @@ def nanogpt_words(path: Path) -> str:
     return (
         f"the loss at 1e-3 is {usual['celo2']:.3f} instead of {usual['adamw']:.3f} (one seed). "
         f"With tuned rates Celo2 is {beside('adamw')} and {beside('muon')}"
+    )
+
+
+def nanogpt_line(path: Path) -> str:
+    """The same in a line."""
+    tuned, usual = nanogpt_losses(path)
+    return (
+        f"from {usual['adamw']:.3f} to {usual['celo2']:.3f}; with tuned learning rates AdamW has "
+        f"{tuned['adamw']:.3f} and Muon {tuned['muon']:.3f}"
     )
 
 
