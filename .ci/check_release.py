@@ -93,7 +93,9 @@ def try_wheel(wheel: Path, extra: str, wheels: Path, folder: Path) -> None:
 def try_sdist(sdist: Path, folder: Path, tests: list[str]) -> None:
     """Runs tests of the unpacked source distribution on its own sources."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        # Python before 3.11.4 has no filters.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
     (unpacked,) = folder.iterdir()
     path = f"import sys; sys.path.insert(0, {str(unpacked / 'src')!r}); import celo2, pytest; "
     here = f"assert celo2.__file__.startswith({str(unpacked)!r}), celo2.__file__; "

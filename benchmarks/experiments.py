@@ -264,7 +264,7 @@ def long_table(sweep: Sweep) -> str:
 
 
 def size_table(sweep: Sweep) -> str:
-    """The final loss of each optimizer by size, and what a step costs beside AdamW's."""
+    """The final loss of each optimizer by size, and the log ratio of Celo2's to Muon's."""
     labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
     rows = []
     for task, entries in sweep.tasks.items():

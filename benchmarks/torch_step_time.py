@@ -14,18 +14,16 @@ import argparse
 import json
 import time
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch_gpu import gpt_shapes
+from torch_gpu import MIX, gpt_shapes
 
 from celo2.torch import Celo2, Celo2Base
 
 LAYERS, WIDTH, VOCABULARY = 6, 360, 256
-MIX = Path(__file__).parents[1] / "rules" / "celo2-mix.safetensors"
 
 
 def lm_params(hidden: bool) -> list[tuple[str, torch.nn.Parameter]]:

@@ -126,7 +126,8 @@ class RunConfig:
         adam_multiplier: learning rate of Adam on vectors, embeddings and heads, as a multiple
             of `learning_rate`; None: 5 for rules, 1 for Muon and celo2-rms0.2.
         scale: scaling of a rule's updates: rms gives the updates of all matrices the same RMS;
-            spectral multiplies them by √(128 / inputs), see celo2.jax.celo2.
+            spectral multiplies them by √(128 / inputs) and those of output heads by 128 / inputs,
+            see celo2.jax.celo2.
         b1: first-moment decay of AdamW and of the Adam beside rules and Muon; momentum of SGD.
         b2: second-moment decay of AdamW and of the Adam beside rules and Muon.
         eps: epsilon of AdamW and of the Adam beside rules and Muon.
