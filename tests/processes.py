@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from conftest import QUICK_FLAGS
+
 DEVICES = 2  # of each process
 
 
@@ -18,7 +20,7 @@ def free_port() -> int:
 
 def start_processes(stack: ExitStack, count: int, options: Sequence[str]) -> list[subprocess.Popen]:
     """`celo2` with these options in `count` processes, which die with the stack."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
     command = [sys.executable, "-m", "celo2.cli", *options, "--devices", str(DEVICES)]
     command += ["--coordinator", f"localhost:{free_port()}", "--process-count", str(count)]
     processes = [

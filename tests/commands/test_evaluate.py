@@ -268,7 +268,7 @@ problems = 4
 batch = 8
 truncation = 5
 unroll = [5, 20]
-rule = { hidden = [4] }
+rule = { hidden = [4], momentum_decays = [0.9], factored_decays = [0.9] }
 [run]
 steps = 2
 evaluation_batches = 1

@@ -1,6 +1,8 @@
 """Runs small enough for tests: all of one optimizer share one compiled program."""
 
 from celo2.evaluate import RunConfig, run
+from celo2.tasks import LMConfig, Task, language_model, load_text
+from celo2.tasks.text import PYTHON_DOCS
 
 RECIPE = """
 command = "celo2 sweep this"
@@ -53,3 +55,8 @@ def stop_after(calls):
     """Says stop when asked for that many times."""
     asked = iter(range(calls))
     return lambda: next(asked, None) is None
+
+
+def one_block(*, batch: int = 8, data: str | None = None) -> Task:
+    """A language model of a single narrow block."""
+    return language_model(load_text(PYTHON_DOCS, data), LMConfig(32, 1, 16, 16), batch)

@@ -168,6 +168,8 @@ def misplaced(state: Any, mesh: jax.sharding.Mesh) -> list[str]:
 
 def facts(axis_type: str, name: str, widths: str = "narrow") -> dict[str, Any]:
     axis_types = [kind for kind, other in CASES if other == name]
+    if widths == "wide":
+        axis_types = [axis_type]
     return all_facts(name, tuple(axis_types), widths)[axis_types.index(axis_type)]
 
 
@@ -203,8 +205,10 @@ def test_jitted_init_keeps_shardings_only_with_explicit_axes(axis_type, name):
     assert bool(wrong) == (axis_type == "Auto")
 
 
-@pytest.mark.parametrize("widths", ["narrow", "wide"])
-@pytest.mark.parametrize(("axis_type", "name"), BASE_CASES)
+@pytest.mark.parametrize(
+    ("axis_type", "name", "widths"),
+    [*((*case, "narrow") for case in BASE_CASES), (*BASE_CASES[0], "wide")],
+)
 def test_base_sends_no_more_than_row_and_column_vectors(axis_type, name, widths):
     measured = facts(axis_type, name, widths)
     assert all(error < 1e-5 for error in measured["errors"])

@@ -432,7 +432,7 @@ def compile_cost(hidden: int, orthogonalize: bool, meta: bool) -> tuple[float, f
     ("orthogonalize", "meta"),
     [
         pytest.param(False, False, id="base"),
-        pytest.param(True, True, id="celo2 in meta-training"),
+        pytest.param(True, True, id="celo2 in meta-training", marks=pytest.mark.slow),
         pytest.param(True, False, id="celo2", marks=pytest.mark.slow),
         pytest.param(False, True, id="base in meta-training", marks=pytest.mark.slow),
     ],

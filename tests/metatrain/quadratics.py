@@ -45,7 +45,7 @@ def quadratic(
 
         return {
             "hidden": {"kernel": leaf(0, 3, 4)},
-            "head": {"kernel": leaf(1, 4, 2), "bias": leaf(2, 2)},
+            "head": {"kernel": leaf(1, 3, 4), "bias": leaf(2, 4)},
         }
 
     def sample(data, key: Array, index: Array) -> Array:

@@ -308,7 +308,8 @@ def test_meta_gradient_weighs_late_losses_more():
     np.testing.assert_allclose(ratio, middle, rtol=1e-3)
 
 
-@pytest.mark.parametrize("truncation", [8, 2])
+# Through a part of the unroll, and through the whole.
+@pytest.mark.parametrize("truncation", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_backprop_differentiates_the_end_of_an_unroll_through_its_last_steps(truncation):
     config = tiny_config(
         rule=SMOOTH, estimator="backprop", truncation=truncation, inner_decay="late", problems=2

@@ -12,7 +12,7 @@ from celo2.rule import RuleConfig
 from celo2.runs.checkpoint import read_newest
 
 TINY = MetaConfig(
-    rule=RuleConfig(hidden=(4,)),
+    rule=RuleConfig(hidden=(4,), momentum_decays=(0.9,), factored_decays=(0.9,)),
     iterations=12,
     datasets=("digits",),
     problems=4,
@@ -22,8 +22,8 @@ TINY = MetaConfig(
     augmentation="none",
 )
 FLAGS = (
-    "--rule.hidden 4 --datasets digits --problems 4 --batch 8 --truncation 5 --unroll 5 20 "
-    "--augmentation none --try-every 0"
+    "--rule.hidden 4 --rule.momentum-decays 0.9 --rule.factored-decays 0.9 --datasets digits "
+    "--problems 4 --batch 8 --truncation 5 --unroll 5 20 --augmentation none --try-every 0"
 ).split()
 
 

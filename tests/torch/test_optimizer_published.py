@@ -25,7 +25,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_BASE], ids=["celo2", "celo2-base"])
-def test_published_updates_of_both_rooms_agree(config):
+def test_published_updates_of_both_frameworks_agree(config):
     rule = make_rule(config)
     model = nn.ModuleDict({name: layer for name, (layer, _) in LAYERS.items()})
     overrides = {"": "rule"}
