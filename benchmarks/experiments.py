@@ -108,7 +108,13 @@ STUDIES = {
         },
     ),
 }
-SEEDS_OF_BASE = ("base", "base, seed 1", "base, seed 2")  # of the meta-training
+# The usual rule: before its meta-training, and after three of them.
+USUAL = {
+    "start": "its start, untrained",
+    "base": "seed 0, in every table",
+    "base, seed 1": "seed 1",
+    "base, seed 2": "seed 2",
+}
 
 
 def main() -> None:
@@ -149,7 +155,7 @@ def texts() -> dict[Path, dict[str, str]]:
         entries = by_label(ablations)
         found[DOCS / "ablations.md"] = {
             **{name: study_table(study, entries) for name, study in STUDIES.items()},
-            "chance": chance_of_base(entries),
+            "chance": chance_table(entries),
         }
     return found
 
@@ -290,10 +296,13 @@ def study_table(study: Study, entries: dict[str, Entry]) -> str:
     return markdown([*header, *(["the paper's, LM-30M"] if known else [])], rows)
 
 
-def chance_of_base(entries: dict[str, Entry]) -> str:
-    """What three seeds of the meta-training say of chance."""
-    scores = [entries[label].best.score for label in SEEDS_OF_BASE if label in entries]
-    return " / ".join(map(loss_of, scores))
+def chance_table(entries: dict[str, Entry]) -> str:
+    """The usual rule, untrained and from three seeds: what is learned, and what is chance."""
+    rows = []
+    for label, name in USUAL.items():
+        best = entries[label].best
+        rows.append([name, loss_of(best.score), show_rate(best.config.learning_rate)])
+    return markdown(["the usual rule", "final validation loss", "best rate"], rows)
 
 
 def draw_decays(sweep: Sweep) -> Figure:
@@ -347,10 +356,13 @@ def draw_studies(entries: dict[str, Entry]) -> Figure:
     figure = Figure(figsize=(12, 6), layout="constrained")
     panels = figure.subplots(2, 4).flatten()
     panels[-1].set_axis_off()
+    seeds = [loss_or_inf(entries[label].best) for label in USUAL if label != "start"]
+    chance = {"color": COLORS[0], "alpha": 0.15, "linewidth": 0}
     for panel, study in zip(panels, STUDIES.values(), strict=False):
         names = [name for name, _ in study.paper.values()]
         places = range(len(names))
         scores = [entries[label].best.score for label in study.paper]
+        panel.axhspan(min(seeds), max(seeds), **chance)
         panel.plot(places, [s if s is not None else math.nan for s in scores], f"{MARKERS[0]}-")
         panel.set_title(study.title, fontsize=9)
         panel.set_xticks(places, names, rotation=30, ha="right", fontsize=7)
@@ -362,11 +374,12 @@ def draw_studies(entries: dict[str, Entry]) -> Figure:
             values = [math.nan if loss is None else loss for loss in losses]
             beside.plot(places, values, f"{MARKERS[1]}--", color=COLORS[1])
             beside.tick_params(axis="y", labelsize=7, labelcolor=COLORS[1])
-    handles = [
-        panels[-1].plot([], [], f"{MARKERS[0]}-", color=COLORS[0])[0],
-        panels[-1].plot([], [], f"{MARKERS[1]}--", color=COLORS[1])[0],
-    ]
-    panels[-1].legend(handles, ["ours, 0.85M", "the paper's, LM-30M"], loc="center", frameon=False)
+    handles = {
+        "ours, 0.85M": panels[-1].plot([], [], f"{MARKERS[0]}-", color=COLORS[0])[0],
+        "the usual rule, three seeds": panels[-1].fill_between([], [], [], **chance),
+        "the paper's, LM-30M": panels[-1].plot([], [], f"{MARKERS[1]}--", color=COLORS[1])[0],
+    }
+    panels[-1].legend(handles.values(), handles.keys(), loc="center", frameon=False)
     return figure
 
 

@@ -158,5 +158,6 @@ def sharding_with_tensor_parallelism_equals_one_process(here: Here):
                 optimizer.zero_grad()
                 module(x[part]).square().mean().backward()
                 optimizer.step()
+        # Newton–Schulz raises small singular values a hundredfold, and rounding with them.
         for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(whole(ours), expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(whole(ours), expected, rtol=1e-4, atol=1e-3 * LR)
