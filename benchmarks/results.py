@@ -1,4 +1,4 @@
-"""Writes every table of README.md and docs/ that shows records, and two figures, from the records.
+"""Writes every table of README.md and docs/ that shows records, and three figures, from these.
 
 python benchmarks/results.py
 """
@@ -38,6 +38,7 @@ DOCS = ROOT / "docs"
 CARD = ROOT / "src" / "celo2" / "pretrained" / "README.md"
 CURVES = DOCS / "figures" / "results.png"
 SUMMARY = DOCS / "figures" / "summary.png"
+NORMS = DOCS / "figures" / "norms.png"
 NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
@@ -65,6 +66,7 @@ TASKS = {
     "minatar-freeway": "PPO, Freeway",
     "minatar-spaceinvaders": "PPO, Space Invaders",
 }
+NORMS_OF = ("lm-1m", "vit-tiny-cifar10", "conv-cifar10")
 VALIDATION = {
     "text-tiny": "byte transformer, Shakespeare, 300 steps",
     "lm-tiny": "the same, batches of 4, 1,200 steps",
@@ -93,7 +95,8 @@ def main() -> None:
         print(path)
     draw_curves(tasks)
     draw_summary(tasks)
-    print(CURVES, SUMMARY, sep="\n")
+    draw_norms([(sweep, task) for sweep, task in tasks if task in NORMS_OF])
+    print(CURVES, SUMMARY, NORMS, sep="\n")
 
 
 def read_tasks() -> list[tuple[Sweep, str]]:
@@ -465,6 +468,29 @@ def draw_curves(tasks: list[tuple[Sweep, str]]) -> None:
             panel.plot(*zip(*shown, strict=True), label=NAMES[entry.label], **style)
     place_legend(figure, panels)
     FigureCanvasAgg(figure).print_figure(CURVES, dpi=150)
+
+
+def draw_norms(tasks: list[tuple[Sweep, str]]) -> None:
+    """The RMS of updates to hidden matrices, and of these, in the best runs; a column a task."""
+    figure = Figure(figsize=(3.2 * len(tasks), 5), layout="constrained")
+    panels = figure.subplots(2, len(tasks), sharex="col", squeeze=False)
+    for column, (sweep, task) in enumerate(tasks):
+        panels[0, column].set_title(TASKS[task], fontsize=9)
+        panels[1, column].set_xlabel("step", fontsize=8)
+        panels[0, column].set_yscale("log")
+        for panel, field in zip(panels[:, column], ("update_rms", "param_rms"), strict=True):
+            panel.tick_params(labelsize=7)
+            panel.grid(alpha=0.25)
+            for entry in in_order(sweep.tasks[task]):
+                # Without the last, when most rates are zero.
+                points = best_curve(entry, "train", field, "hidden")[:-1]
+                style = {"color": COLOR[entry.label], "linewidth": 1.4}
+                style["linestyle"] = DASHES.get(entry.label, "-")
+                panel.plot(*zip(*points, strict=True), label=NAMES[entry.label], **style)
+    panels[0, 0].set_ylabel("RMS of updates", fontsize=8)
+    panels[1, 0].set_ylabel("RMS of weights", fontsize=8)
+    place_legend(figure, panels[0])
+    FigureCanvasAgg(figure).print_figure(NORMS, dpi=150)
 
 
 def draw_summary(tasks: list[tuple[Sweep, str]]) -> None:
