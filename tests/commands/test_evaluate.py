@@ -206,7 +206,7 @@ def test_command_shows_the_table_and_skips_what_is_done(recipe_file, tmp_path, c
     assert "different tuning budgets" in captured.err and "diverged" in captured.err
     task, head, adamw, plain, page = captured.out.splitlines()
     assert page == str(tmp_path / "out" / "report.html") and task == "digits-mlp"
-    assert re.split("  +", head)[:4] == ["optimizer", "best rate", "decay", "final loss"]
+    assert re.split("  +", head)[:4] == ["optimizer", "best rate", "weight decay", "final loss"]
     # Optimizer, range of two seeds, their number, tuning runs, those that diverged.
     assert re.match(r"adamw .* … [\d.]+ +2 +3 +0 ", adamw)
     assert re.match(r"plain .* … [\d.]+ +2 +2 +1 ", plain)

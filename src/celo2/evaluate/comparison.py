@@ -427,8 +427,8 @@ def reach(entry: Entry, baseline: Entry) -> Reached | None:
 def score_table(entries: Sequence[Entry]) -> list[list[str]]:
     """The best setting of each optimizer on one task, a row each, below a header row."""
     baseline, (metric, _) = baseline_of(entries), metric_of(entries[0])
-    head = ["optimizer", "best rate", "decay", f"final {metric}", "range", "seeds", "tuning runs"]
-    head += ["diverged", "steps to AdamW's", "speed-up"]
+    head = ["optimizer", "best rate", "weight decay", f"final {metric}", "range of seeds", "seeds"]
+    head += ["tuning runs", "diverged", f"reaches AdamW's {metric} at step", "speed-up"]
     return [head, *(_score_row(entry, baseline) for entry in entries)]
 
 
@@ -437,14 +437,14 @@ def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
     baseline = baseline_of(entries)
     base = None if baseline is None else median_cost(baseline, "seconds_per_step")
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "ms per step": ("seconds_per_step", lambda cost: f"{1e3 * cost:.3g}"),
+        "milliseconds per step": ("seconds_per_step", lambda cost: f"{1e3 * cost:.3g}"),
         "against AdamW": (
             "seconds_per_step",
             lambda cost: f"{cost / base:.2f}×" if cost and base else NONE,
         ),
-        "compile s": ("compile_seconds", lambda cost: f"{cost:.1f}"),
-        "state": ("state_bytes", _format_bytes),
-        "step memory": ("temporary_bytes", _format_bytes),
+        "seconds to compile": ("compile_seconds", lambda cost: f"{cost:.1f}"),
+        "optimizer state": ("state_bytes", _format_bytes),
+        "temporaries of a step": ("temporary_bytes", _format_bytes),
     }
     rows = [["optimizer", *columns]]
     for entry in entries:
