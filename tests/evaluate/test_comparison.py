@@ -163,6 +163,22 @@ def test_tables_have_the_numbers_of_the_records(folder):
     assert costs["lion"][1:] == ["–"] * 5
 
 
+@pytest.mark.parametrize(
+    "change", [{"time": 5 * 24 * 3600.0}, {"hardware": {"device": "slide rule"}}]
+)
+def test_times_of_different_days_or_machines_are_not_comparable(tmp_path, change):
+    first, second = ((config_of(name, 1e-2), [3.0, 1.0]) for name in ("adamw", "muon"))
+    alike, unlike = tmp_path / "alike", tmp_path / "unlike"
+    write_sweep(alike, [(c, rows_of(c, x)) for c, x in (first, second)])
+    start, *rest = rows_of(*second)
+    write_sweep(unlike, [(first[0], rows_of(*first)), (second[0], [start | change, *rest])])
+    found = [
+        comparison.cost_caveats(comparison.read_sweep(folder).tasks["digits-mlp"])
+        for folder in (alike, unlike)
+    ]
+    assert found[0] == [] and "cannot be compared" in found[1][0]
+
+
 def on_data(config, losses, checksum):
     start, *rest = rows_of(config, losses)
     return config, [start | {"data": checksum}, *rest]

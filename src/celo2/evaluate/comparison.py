@@ -26,6 +26,7 @@ RESAMPLES = 10_000  # of a bootstrap
 LEVEL = 0.95  # of its intervals
 BASELINE = "adamw"
 NONE = "–"
+SAME_SESSION = 24 * 3600  # seconds within which runs are taken to be of one machine and load
 
 Point = tuple[float, float]  # step, value
 
@@ -451,6 +452,16 @@ def cost_table(entries: Sequence[Entry]) -> list[list[str]]:
         costs = ((median_cost(entry, field), show) for field, show in columns.values())
         rows.append([entry.label, *(NONE if c is None else show(c) for c, show in costs)])
     return rows
+
+
+def cost_caveats(entries: Sequence[Entry]) -> list[str]:
+    """A sentence if the runs behind `cost_table` were made on unlike machines or on other days."""
+    rows = [row for entry in entries for run in entry.runs for row in run.rows if "hardware" in row]
+    machines = {tuple(sorted(row["hardware"].items())) for row in rows}
+    times = [row["time"] for row in rows if row.get("time") is not None]
+    if len(machines) < 2 and max(times, default=0) - min(times, default=0) < SAME_SESSION:
+        return []
+    return ["Runs on different hardware or different days: their times cannot be compared."]
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:

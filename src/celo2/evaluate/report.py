@@ -12,6 +12,7 @@ from celo2.evaluate.comparison import (
     Entry,
     Sweep,
     caveats,
+    cost_caveats,
     cost_table,
     data_caveats,
     metric_of,
@@ -133,6 +134,7 @@ def _section(sweep: Sweep, task: str) -> str:
 {figures}
 </div>
 <h3>Cost</h3>
+{_caveat_list(cost_caveats(entries))}
 {_table(cost_table(entries))}"""
 
 
