@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from results import DASHES, DOCS, NAMES, fill, in_order, markdown, show_rate
+from results import DOCS, NAMES, fill, in_order, markdown, show_rate
 
 from celo2.evaluate.comparison import (
     Entry,
@@ -29,6 +29,7 @@ DPI = 150
 LABELS = NAMES | {
     "celo2-spectral": 'Celo2, `scale="spectral"`',
     "celo2-rms0.2": "Celo2, RMS×0.2",
+    "celo2-two-momenta": "Celo2, two momenta",
 }
 MODELS = {"lm-0.8m": "language model, 0.85M", "vit-tiny-cifar10": "ViT, CIFAR-10"}
 
@@ -252,21 +253,19 @@ def loss_or_inf(run: Outcome) -> float:
 
 
 def long_table(sweep: Sweep) -> str:
-    """Loss at the end, the lowest on the way, and update norms early and late, of each run."""
+    """Loss, size of updates and weights of every run, by the end of the schedule."""
     rows = []
     for entries in sweep.tasks.values():
         for entry in in_order(entries):
-            (run,) = entry.tuning
-            losses = [loss for _, loss in curve(run.rows, "valid", "metrics", "loss")]
-            norms = dict(curve(run.rows, "train", "update_rms", "hidden"))
-            rate = run.config.learning_rate
-            at = [step for step in norms if step >= 1000][:1] + [max(norms)]
-            end = "to zero" if run.config.schedule == "cosine" else "constant"
-            cells = [end, LABELS[entry.label], show_rate(rate), loss_of(run.score)]
-            cells += [f"{min(losses):.3f}", *(f"{norms[step]:.2g}" for step in at)]
-            rows.append(cells)
-    header = ["rate", "optimizer", "highest rate", "final validation loss", "lowest"]
-    return markdown([*header, "update RMS at step 1,000", "at the end"], rows)
+            for run in sorted(entry.tuning, key=lambda run: run.config.learning_rate):
+                end = "falls to zero" if run.config.schedule == "cosine" else "stays"
+                updates = dict(curve(run.rows, "train", "update_rms", "hidden"))
+                weights = dict(curve(run.rows, "train", "param_rms", "hidden"))
+                cells = [end, LABELS[entry.label], show_rate(run.config.learning_rate)]
+                cells += [loss_of(run.score), f"{max(updates.values()):.2g}"]
+                rows.append([*cells, f"{weights[max(weights)]:.2f}"])
+    header = ["the rate", "optimizer", "highest rate", "final validation loss"]
+    return markdown([*header, "RMS of updates, at most", "RMS of weights, at the end"], rows)
 
 
 def size_table(sweep: Sweep) -> str:
@@ -332,13 +331,12 @@ def draw_long(sweep: Sweep) -> Figure:
     for column, entries in enumerate(sweep.tasks.values()):
         above, below = panels[:, column]
         for entry, color in zip(in_order(entries), COLORS, strict=False):
-            style = {"color": color, "linewidth": 1.3, "label": NAMES[entry.label]}
-            style["linestyle"] = DASHES.get(entry.label, "-")
+            style = {"color": color, "linewidth": 1.3, "label": LABELS[entry.label]}
             loss = best_curve(entry, "valid", "metrics", "loss")
             above.plot(*zip(*loss[1:], strict=True), **style)
             norm = thin(best_curve(entry, "train", "update_rms", "hidden"))
             below.plot(*zip(*norm, strict=True), **style)
-        end = "decays to zero" if column == 0 else "stays constant"
+        end = "falls to zero" if column == 0 else "stays constant"
         above.set_title(f"the rate {end}", fontsize=10)
         below.set_yscale("log")
         below.set_xlabel("step")
