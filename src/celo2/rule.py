@@ -256,15 +256,18 @@ def match_shapes(
             )
 
 
-# Nesterov's momentum of decay 0.95 as a mix of gradient and momenta 0.9, 0.99 and 0.999, each
-# divided by its RMS: least squares of its kernel under white noise.
-_NESTEROV_GRADIENT, _NESTEROV_MOMENTA = 0.2237, (0.6629, 0.3934, -0.1471)
+# Nesterov's momentum of decay 0.95 as a mix of gradient and momenta 0.9 and 0.99, each divided by
+# its RMS: least squares of its kernel under white noise. A momentum of 0.999 would fit closer with
+# a negative coefficient, which costs 2 to 3 % of the loss in runs of 10,000 steps.
+_NESTEROV_GRADIENT, _NESTEROV_MOMENTA = 0.216, (0.704, 0.259)
 
 
-def _nesterov(gradient: str, momentum: str, columns: int = 1, scale: float = 1.0) -> Mix:
-    """The mix on these features; a gradient with several columns is used at its middle one."""
-    middle = [scale * _NESTEROV_GRADIENT if i == columns // 2 else 0.0 for i in range(columns)]
-    return {gradient: middle, momentum: [scale * c for c in _NESTEROV_MOMENTA]}
+def _nesterov(gradient: str, momentum: str, column: int = 0, scale: float = 1.0) -> Mix:
+    """The mix on these features, with the gradient in one of its columns."""
+    return {
+        gradient: [0.0] * column + [scale * _NESTEROV_GRADIENT],
+        momentum: [scale * c for c in _NESTEROV_MOMENTA],
+    }
 
 
 # Update directions that are known to work. Coefficients are for features divided by their RMS; a
@@ -275,10 +278,10 @@ STARTS: dict[str, Mix] = {
     "factored_momentum": {"factored_momentum": [1.0]},
     "nesterov": _nesterov("gradient", "momentum"),
     "nesterov_over_rms": _nesterov("gradient_over_rms", "momentum_over_rms"),
-    "nesterov_over_factored": _nesterov("factored_gradient", "factored_momentum", 3),
+    "nesterov_over_factored": _nesterov("factored_gradient", "factored_momentum", 1),
     "nesterov_over_both": {
         **_nesterov("gradient_over_rms", "momentum_over_rms", scale=0.5),
-        **_nesterov("factored_gradient", "factored_momentum", 3, scale=0.5),
+        **_nesterov("factored_gradient", "factored_momentum", 1, scale=0.5),
     },
 }
 
