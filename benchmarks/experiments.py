@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from results import DOCS, NAMES, fill, in_order, markdown, show_rate
+from results import DOCS, NAMES, fill, in_order, markdown, mean_score, show_rate
 
 from celo2.evaluate.comparison import (
     Entry,
@@ -22,6 +22,7 @@ from celo2.evaluate.comparison import (
     sensitivity,
 )
 from celo2.evaluate.plots import COLORS, MARKERS, draw_settings, draw_sizes, thin
+from celo2.evaluate.validation import relative_score
 
 FIGURES = DOCS / "figures"
 RECORDS = DOCS / "results"
@@ -29,8 +30,9 @@ DPI = 150
 LABELS = NAMES | {
     "celo2-spectral": 'Celo2, `scale="spectral"`',
     "celo2-rms0.2": "Celo2, RMS×0.2",
-    "celo2-two-momenta": "Celo2, two momenta",
+    "celo2-three-momenta": "Celo2, three momenta",
 }
+TEXTS = {"wikipedia_en": "Wikipedia", "tinyshakespeare": "Shakespeare, 2.5 times"}
 MODELS = {"lm-0.8m": "language model, 0.85M", "vit-tiny-cifar10": "ViT, CIFAR-10"}
 
 
@@ -150,6 +152,8 @@ def texts() -> dict[Path, dict[str, str]]:
         }
     if long := read("long"):
         found[DOCS / "long-runs.md"] = {"long": long_table(long)}
+    if seeds := read("long-seeds"):
+        found.setdefault(DOCS / "long-runs.md", {})["long seeds"] = seeds_table(seeds)
     if sizes := read("sizes"):
         found[DOCS / "sizes.md"] = {"sizes": size_table(sizes)}
     if ablations := read("ablations"):
@@ -268,6 +272,24 @@ def long_table(sweep: Sweep) -> str:
     return markdown([*header, "RMS of updates, at most", "RMS of weights, at the end"], rows)
 
 
+def seeds_table(sweep: Sweep) -> str:
+    """Mean losses of each text over seeds, and the log ratios of Celo2's to the others'."""
+    found = {task: {entry.label: entry for entry in sweep.tasks[task]} for task in sweep.tasks}
+    labels = ("muon", "celo2", "celo2-three-momenta")
+    rows = []
+    for task, entries in found.items():
+        means = [loss_of(mean_score(entries[label].seeds)) for label in labels]
+        rates = [show_rate(entries[label].best.config.learning_rate) for label in labels]
+        shown = [f"{mean} ({rate})" for mean, rate in zip(means, rates, strict=True)]
+        ratios = []
+        for label in ("muon", "celo2-three-momenta"):
+            ratio = relative_score({task: entries["celo2"]}, {task: entries[label]})
+            ratios.append(f"{100 * ratio['score']:+.1f} ± {100 * ratio['error']:.1f}")
+        rows.append([TEXTS[str(entries["celo2"].best.config.text)], *shown, *ratios])
+    header = ["text", *map(LABELS.__getitem__, labels)]
+    return markdown([*header, "Celo2 to Muon, %", "to three momenta, %"], rows)
+
+
 def size_table(sweep: Sweep) -> str:
     """The final loss of each optimizer by size, and the log ratio of Celo2's to Muon's."""
     labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
@@ -325,12 +347,14 @@ def draw_decays(sweep: Sweep) -> Figure:
 
 
 def draw_long(sweep: Sweep) -> Figure:
-    """Training loss and update RMS of every run, a column for each schedule."""
+    """Validation loss and update RMS of the best runs, a column for each schedule."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     panels = figure.subplots(2, len(sweep.tasks), sharex=True, sharey="row", squeeze=False)
+    labels = [entry.label for entry in in_order(next(iter(sweep.tasks.values())))]
     for column, entries in enumerate(sweep.tasks.values()):
         above, below = panels[:, column]
-        for entry, color in zip(in_order(entries), COLORS, strict=False):
+        for entry in in_order(entries):
+            color = COLORS[labels.index(entry.label)]
             style = {"color": color, "linewidth": 1.3, "label": LABELS[entry.label]}
             loss = best_curve(entry, "valid", "metrics", "loss")
             above.plot(*zip(*loss[1:], strict=True), **style)
@@ -345,7 +369,7 @@ def draw_long(sweep: Sweep) -> Figure:
             panel.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("validation loss")
     panels[1, 0].set_ylabel("RMS of updates to hidden matrices")
-    panels[0, -1].legend(fontsize=8, frameon=False)
+    panels[0, 0].legend(fontsize=8, frameon=False)
     return figure
 
 

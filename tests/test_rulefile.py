@@ -190,7 +190,10 @@ def test_saved_file_has_ordinary_permissions(tmp_path):
     assert len(modes) == 1
 
 
-SHIPPED = dataclasses.replace(CELO2, gated=True, overshoot=0.5)
+TWO = (0.9, 0.99)
+SHIPPED = dataclasses.replace(
+    CELO2, momentum_decays=TWO, factored_decays=TWO, gated=True, overshoot=0.5
+)
 
 
 @pytest.mark.parametrize(("name", "config"), [("celo2", SHIPPED), ("celo2-base", CELO2_BASE)])
