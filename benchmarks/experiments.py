@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from results import DOCS, NAMES, fill, in_order, markdown, mean_score, show_rate
+from results import DOCS, NAMES, fill, in_order, log_ratio, markdown, mean_score, show_rate
 
 from celo2.evaluate.comparison import (
     Entry,
@@ -22,7 +22,6 @@ from celo2.evaluate.comparison import (
     sensitivity,
 )
 from celo2.evaluate.plots import COLORS, MARKERS, draw_settings, draw_sizes, thin
-from celo2.evaluate.validation import relative_score
 
 FIGURES = DOCS / "figures"
 RECORDS = DOCS / "results"
@@ -274,17 +273,15 @@ def long_table(sweep: Sweep) -> str:
 
 def seeds_table(sweep: Sweep) -> str:
     """Mean losses of each text over seeds, and the log ratios of Celo2's to the others'."""
-    found = {task: {entry.label: entry for entry in sweep.tasks[task]} for task in sweep.tasks}
     labels = ("muon", "celo2", "celo2-three-momenta")
     rows = []
-    for task, entries in found.items():
+    for task, found in sweep.tasks.items():
+        entries = {entry.label: entry for entry in found}
         means = [loss_of(mean_score(entries[label].seeds)) for label in labels]
         rates = [show_rate(entries[label].best.config.learning_rate) for label in labels]
         shown = [f"{mean} ({rate})" for mean, rate in zip(means, rates, strict=True)]
-        ratios = []
-        for label in ("muon", "celo2-three-momenta"):
-            ratio = relative_score({task: entries["celo2"]}, {task: entries[label]})
-            ratios.append(f"{100 * ratio['score']:+.1f} ± {100 * ratio['error']:.1f}")
+        ours = {task: entries["celo2"]}
+        ratios = [log_ratio(ours, {task: entries[label]}) for label in (labels[0], labels[2])]
         rows.append([TEXTS[str(entries["celo2"].best.config.text)], *shown, *ratios])
     header = ["text", *map(LABELS.__getitem__, labels)]
     return markdown([*header, "Celo2 to Muon, %", "to three momenta, %"], rows)

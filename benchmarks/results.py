@@ -5,7 +5,7 @@ python benchmarks/results.py
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -198,6 +198,12 @@ def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
     return markdown([title, *(NAMES.get(label, label) for label in columns)], rows)
 
 
+def log_ratio(ours: Mapping[str, Entry], theirs: Mapping[str, Entry]) -> str:
+    """The mean of log(our loss / their loss) over tasks and its standard error, in percent."""
+    found = relative_score(ours, theirs)
+    return f"{100 * found['score']:+.1f} ± {100 * found['error']:.1f}"
+
+
 def difference_table(tasks: list[tuple[Sweep, str]]) -> str:
     """The log ratio of Celo2's loss to those of others, and its standard error, in percent."""
     pairs = [("celo2", name) for name in ("muon", "celo2-start", "published", "adamw")]
@@ -205,8 +211,7 @@ def difference_table(tasks: list[tuple[Sweep, str]]) -> str:
     entries = {(task, e.label): e for sweep, task in tasks for e in sweep.tasks[task]}
 
     def cell(ours: str, theirs: str, among: Iterable[str]) -> str:
-        found = relative_score(*({t: entries[t, name] for t in among} for name in (ours, theirs)))
-        return f"{100 * found['score']:+.1f} ± {100 * found['error']:.1f}"
+        return log_ratio(*({t: entries[t, name] for t in among} for name in (ours, theirs)))
 
     names = [task for _, task in tasks]
     rows = [[TASKS[name], *(cell(*pair, [name]) for pair in pairs)] for name in names]
