@@ -18,6 +18,7 @@ from celo2.evaluate.comparison import (
     Sweep,
     best_curve,
     curve,
+    median_cost,
     read_sweep,
     sensitivity,
 )
@@ -174,6 +175,8 @@ def figures() -> dict[Path, Figure]:
         found[FIGURES / "decay-runs.png"] = draw_settings(decay, "lm-0.8m")
     if long := read("long"):
         found[FIGURES / "long.png"] = draw_long(long)
+    if sizes := read("sizes"):
+        found[FIGURES / "sizes.png"] = draw_leads(sizes)
     if ablations := read("ablations"):
         found[FIGURES / "ablations.png"] = draw_studies(by_label(ablations))
     return found
@@ -288,17 +291,34 @@ def seeds_table(sweep: Sweep) -> str:
 
 
 def size_table(sweep: Sweep) -> str:
-    """The final loss of each optimizer by size, and the log ratio of Celo2's to Muon's."""
-    labels = dict.fromkeys(entry.label for entries in sweep.tasks.values() for entry in entries)
+    """Each optimizer's final loss by size, Celo2's to Muon's, and times of a step to AdamW's."""
     rows = []
     for task, entries in sweep.tasks.items():
-        found = {entry.label: entry for entry in entries}
-        cells = bold_lowest([found[label].best.score for label in labels])
-        rates = [show_rate(found[label].best.config.learning_rate) for label in labels]
+        found = {entry.label: entry for entry in in_order(entries)}
+        cells = bold_lowest([entry.best.score for entry in found.values()])
+        rates = [show_rate(entry.best.config.learning_rate) for entry in found.values()]
         shown = [f"{cell} ({rate})" for cell, rate in zip(cells, rates, strict=True)]
-        lead = math.log(loss_or_inf(found["celo2"].best) / loss_or_inf(found["muon"].best))
-        rows.append([task.removeprefix("lm-").upper(), *shown, f"{100 * lead:+.1f} %"])
-    return markdown(["parameters", *map(LABELS.__getitem__, labels), "Celo2 to Muon"], rows)
+        lead = lead_over(found["celo2"], found["muon"])
+        times = [f"{step_time(found, label):.2f} ×" for label in found if label != "adamw"]
+        rows.append([size_of(task), *shown, f"{100 * lead:+.1f} %", *times])
+    names = [LABELS[label] for label in found]
+    steps = [f"a step with {name}" for name in names if name != LABELS["adamw"]]
+    return markdown(["parameters", *names, "Celo2 to Muon", *steps], rows)
+
+
+def size_of(task: str) -> str:
+    return task.removeprefix("lm-").upper()
+
+
+def lead_over(entry: Entry, other: Entry) -> float:
+    """The log ratio of the final losses of two optimizers' best runs."""
+    return math.log(loss_or_inf(entry.best) / loss_or_inf(other.best))
+
+
+def step_time(found: dict[str, Entry], label: str) -> float:
+    """The time of a training step, as a multiple of AdamW's."""
+    mine, base = (median_cost(found[each], "seconds_per_step") for each in (label, "adamw"))
+    return mine / base if mine and base else math.nan
 
 
 def study_table(study: Study, entries: dict[str, Entry]) -> str:
@@ -367,6 +387,27 @@ def draw_long(sweep: Sweep) -> Figure:
     panels[0, 0].set_ylabel("validation loss")
     panels[1, 0].set_ylabel("RMS of updates to hidden matrices")
     panels[0, 0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_leads(sweep: Sweep) -> Figure:
+    """Losses and times of a step relative to AdamW's, over the size of the model."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    tables = [{entry.label: entry for entry in in_order(row)} for row in sweep.tasks.values()]
+    sizes = [size_of(task) for task in sweep.tasks]
+    for label, color, marker in zip(tables[0], COLORS, MARKERS, strict=False):
+        leads = [100 * lead_over(found[label], found["adamw"]) for found in tables]
+        times = [step_time(found, label) for found in tables]
+        for panel, values in zip(panels, (leads, times), strict=True):
+            panel.plot(sizes, values, f"{marker}-", color=color, label=LABELS[label])
+    panels[0].set_ylabel("final loss, log ratio to AdamW's, %")
+    panels[1].set_ylabel("time of a step over AdamW's")
+    for panel in panels:
+        panel.set_xlabel("parameters")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(fontsize=8, frameon=False)
     return figure
 
 

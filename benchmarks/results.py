@@ -195,7 +195,8 @@ def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
         cells = [format(known[label], form) if label in known else "-" for label in columns]
         bold = [f"**{c}**" if n == best else c for n, c in zip(columns, cells, strict=True)]
         rows.append([(TASKS | VALIDATION)[task].removeprefix("PPO, "), *bold])
-    return markdown([title, *(NAMES.get(label, label) for label in columns)], rows)
+    # The label of a rule that was given as a file is its path.
+    return markdown([title, *(NAMES.get(Path(label).stem, label) for label in columns)], rows)
 
 
 def log_ratio(ours: Mapping[str, Entry], theirs: Mapping[str, Entry]) -> str:

@@ -160,7 +160,7 @@ def tiny_suite(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny_suite")
-def test_try_compares_a_rule_and_makes_no_run_twice(capsys, tmp_path):
+def test_try_compares_a_rule_and_makes_no_run_twice(capsys):
     assert cli.main(["try", "mine.safetensors", "--json", "--against", "adamw"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
@@ -183,7 +183,14 @@ def test_try_compares_a_rule_and_makes_no_run_twice(capsys, tmp_path):
     assert task.startswith("digits-mlp") and f"{result['loss']:.4f} at" in task
     (score,) = scores
     assert score.startswith("log ratio to adamw") and "±" in score
-    assert (tmp_path / "runs" / "try-quick" / "sweep.json").is_file()
+    assert cli.main(["report", "runs/try-quick", "--pack", "known.jsonl"]) == 0
+    capsys.readouterr()
+    options = ["--against", "adamw", "--known", "known.jsonl", "--out", "other"]
+    assert cli.main(["try", "mine.safetensors", *options]) == 0
+    captured = capsys.readouterr()
+    assert "6 runs taken from known.jsonl" in captured.err
+    assert captured.err.count("(before)") == 6
+    assert captured.out.splitlines() == [head, task, *scores]
 
 
 @pytest.mark.usefixtures("tiny_suite")

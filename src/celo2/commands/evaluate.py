@@ -255,6 +255,7 @@ def try_rule(
     adam_multiplier: float | None = None,
     data: str | None = None,
     out: str | None = None,
+    known: str | None = None,
     json: bool = False,
 ) -> int:
     """Train small models with a rule, each at several learning rates, and compare their losses.
@@ -271,6 +272,7 @@ def try_rule(
         adam_multiplier: Adam's rate beside each rule, as a multiple of the rule's rate; None: 5.
         data: folder of the data files; None: CELO2_DATA if that is set, else the cache folder.
         out: folder for the runs; finished ones are reused. None: runs/try-full or runs/try-quick.
+        known: packed file (`celo2 report --pack`) from which to take finished runs.
         json: print one JSON object with the loss at every learning rate instead of a table.
     """
     from celo2.evaluate import validation
@@ -282,6 +284,8 @@ def try_rule(
         list(dict.fromkeys((rule, *others))), size, data=data, adam_multiplier=adam_multiplier
     )
     folder = RunFolder(Path(out) if out else Path("runs") / f"try-{size}")
+    if known is not None:
+        say(f"{unpack(known, folder.path)} runs taken from {known}")
     say(f"the {size} suite, {count_all_runs(plan)} runs in {folder.path}")
     with stop_on_signal(say) as asked, locked(folder):
         made = run_sweep(plan, folder.path, data=data, stop=asked)
