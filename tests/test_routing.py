@@ -153,6 +153,8 @@ ADAM = {
         "model/embed_tokens/embedding": (50, 8),
         "encoder/block/0/layer/0/SelfAttention/relative_attention_bias/embedding": (32, 4),
         "vit/pos_embedding": (1, 17, 8),
+        "encoder/pos": (1, 17, 8),
+        "pos_enc": (17, 8),
         "tok_emb/table": (50, 8),
         "position/table": (16, 8),
         "positional_encoding": (16, 8),

@@ -16,7 +16,7 @@ Scale = Literal["rms", "spectral"]  # which size of an update is equal for all m
 Overrides = Mapping[str, Any]  # regex → "rule", "adam", a MatrixView or Muon's dimension numbers
 
 EMBEDDING = re.compile(
-    r"embed|^(wte|wpe|tok_emb|pos_emb|pos_table|position(s|al)?(_(ids?|table|emb.*|enc.*|bias.*))?"
+    r"embed|^(wte|wpe|tok_emb|pos(ition(s|al)?)?(_(ids?|table|emb.*|enc.*|bias.*))?"
     r"|rel(ative)?_pos(ition)?(_.*)?|(cls|class|mask|reg|register|dist|query)_tokens?)$"
 )
 HEAD = re.compile(
