@@ -49,6 +49,7 @@ NAMES = {
     "celo": "Celo",
 }
 ORDER = tuple(NAMES)
+FURTHER = {"celo2-base-two-momenta": "Celo2-base, two momenta"}
 UNTUNED = ("celo",)  # decides its steps alone: one run, as published
 COLOR = dict(
     zip(("adamw", "muon", "celo2", "celo2-base", "published", "celo"), COLORS, strict=False)
@@ -185,18 +186,18 @@ def mean_score(runs: Iterable[Outcome]) -> float | None:
 
 def summary_table(title: str, tasks: list[tuple[Sweep, str]], form: str) -> str:
     """The final score of every optimizer on every task, the best of each task in bold."""
-    labels = {entry.label for sweep, task in tasks for entry in sweep.tasks[task]}
+    # The label of a rule that was given as a file is its path.
+    labels = {Path(entry.label).stem for sweep, task in tasks for entry in sweep.tasks[task]}
     columns = [label for label in ORDER if label in labels] + sorted(labels - set(ORDER))
     rows = []
     for sweep, task in tasks:
-        scores = {entry.label: mean_score(entry.seeds) for entry in sweep.tasks[task]}
+        scores = {Path(e.label).stem: mean_score(e.seeds) for e in sweep.tasks[task]}
         known = {label: score for label, score in scores.items() if score is not None}
         best = (max if is_game(task) else min)(known, key=known.__getitem__)
         cells = [format(known[label], form) if label in known else "-" for label in columns]
         bold = [f"**{c}**" if n == best else c for n, c in zip(columns, cells, strict=True)]
         rows.append([(TASKS | VALIDATION)[task].removeprefix("PPO, "), *bold])
-    # The label of a rule that was given as a file is its path.
-    return markdown([title, *(NAMES.get(Path(label).stem, label) for label in columns)], rows)
+    return markdown([title, *((NAMES | FURTHER).get(label, label) for label in columns)], rows)
 
 
 def log_ratio(ours: Mapping[str, Entry], theirs: Mapping[str, Entry]) -> str:
