@@ -18,7 +18,6 @@ from celo2.evaluate.comparison import (
     Sweep,
     best_curve,
     curve,
-    median_cost,
     read_sweep,
     sensitivity,
 )
@@ -291,19 +290,17 @@ def seeds_table(sweep: Sweep) -> str:
 
 
 def size_table(sweep: Sweep) -> str:
-    """Each optimizer's final loss by size, Celo2's to Muon's, and times of a step to AdamW's."""
+    """The final loss of each optimizer by size, and the log ratio of Celo2's to the others'."""
     rows = []
     for task, entries in sweep.tasks.items():
         found = {entry.label: entry for entry in in_order(entries)}
         cells = bold_lowest([entry.best.score for entry in found.values()])
         rates = [show_rate(entry.best.config.learning_rate) for entry in found.values()]
         shown = [f"{cell} ({rate})" for cell, rate in zip(cells, rates, strict=True)]
-        lead = lead_over(found["celo2"], found["muon"])
-        times = [f"{step_time(found, label):.2f} ×" for label in found if label != "adamw"]
-        rows.append([size_of(task), *shown, f"{100 * lead:+.1f} %", *times])
+        leads = [lead_over(found["celo2"], found[other]) for other in ("adamw", "muon")]
+        rows.append([size_of(task), *shown, *(f"{lead:+.1f}" for lead in leads)])
     names = [LABELS[label] for label in found]
-    steps = [f"a step with {name}" for name in names if name != LABELS["adamw"]]
-    return markdown(["parameters", *names, "Celo2 to Muon", *steps], rows)
+    return markdown(["parameters", *names, "Celo2 to AdamW, %", "to Muon, %"], rows)
 
 
 def size_of(task: str) -> str:
@@ -311,14 +308,8 @@ def size_of(task: str) -> str:
 
 
 def lead_over(entry: Entry, other: Entry) -> float:
-    """The log ratio of the final losses of two optimizers' best runs."""
-    return math.log(loss_or_inf(entry.best) / loss_or_inf(other.best))
-
-
-def step_time(found: dict[str, Entry], label: str) -> float:
-    """The time of a training step, as a multiple of AdamW's."""
-    mine, base = (median_cost(found[each], "seconds_per_step") for each in (label, "adamw"))
-    return mine / base if mine and base else math.nan
+    """The log ratio of the final losses of two optimizers' best runs, in percent."""
+    return 100 * math.log(loss_or_inf(entry.best) / loss_or_inf(other.best))
 
 
 def study_table(study: Study, entries: dict[str, Entry]) -> str:
@@ -391,23 +382,19 @@ def draw_long(sweep: Sweep) -> Figure:
 
 
 def draw_leads(sweep: Sweep) -> Figure:
-    """Losses and times of a step relative to AdamW's, over the size of the model."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
+    """The final losses relative to AdamW's, over the size of the model."""
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    panel = figure.subplots()
     tables = [{entry.label: entry for entry in in_order(row)} for row in sweep.tasks.values()]
     sizes = [size_of(task) for task in sweep.tasks]
     for label, color, marker in zip(tables[0], COLORS, MARKERS, strict=False):
-        leads = [100 * lead_over(found[label], found["adamw"]) for found in tables]
-        times = [step_time(found, label) for found in tables]
-        for panel, values in zip(panels, (leads, times), strict=True):
-            panel.plot(sizes, values, f"{marker}-", color=color, label=LABELS[label])
-    panels[0].set_ylabel("final loss, log ratio to AdamW's, %")
-    panels[1].set_ylabel("time of a step over AdamW's")
-    for panel in panels:
-        panel.set_xlabel("parameters")
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(fontsize=8, frameon=False)
+        leads = [lead_over(found[label], found["adamw"]) for found in tables]
+        panel.plot(sizes, leads, f"{marker}-", color=color, label=LABELS[label])
+    panel.set_ylabel("final loss, log ratio to AdamW's, %")
+    panel.set_xlabel("parameters")
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -1,11 +1,11 @@
 """What an optimizer costs within a whole training step, and how its own step grows with the model.
 
-    python benchmarks/train_step.py [--rounds 5] [--tokens 8192]
+    python benchmarks/train_step.py [--task lm-1m] [--rounds 5] [--tokens 8192]
     python benchmarks/train_step.py --growth
 
-The first trains a byte-level transformer (1M parameters) at a realistic batch with each optimizer
-in turn, in one process, and prints the time of a step as a multiple of AdamW's. The second runs the
-optimizer steps alone on language models from 0.1M to 50M parameters.
+The first trains a language model at a realistic batch with each optimizer in turn, in one process,
+and prints the time of a step as a multiple of AdamW's. The second runs the optimizer steps alone on
+language models from 0.1M to 50M parameters.
 """
 
 import argparse
@@ -29,8 +29,8 @@ OPTIMIZERS = {
 SIZES = [(64, 2, 256), (128, 5, 512), (256, 6, 4096), (384, 6, 8192), (512, 12, 24576)]
 
 
-def train_steps(rounds: int, tokens: int) -> None:
-    spec = TASKS["lm-1m"]
+def train_steps(size: str, rounds: int, tokens: int) -> None:
+    spec = TASKS[size]
     length = spec.make(batch=1).sample(spec.make(batch=1).data, jax.random.key(0), "train")
     per_sequence = jax.tree.leaves(length)[0].shape[-1]
     task = spec.make(batch=max(1, tokens // per_sequence))
@@ -69,11 +69,13 @@ def growth(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    models = [name for name in TASKS if name.startswith("lm-")]
+    parser.add_argument("--task", default="lm-1m", choices=models)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8192, help="per step")
     parser.add_argument("--growth", action="store_true")
     args = parser.parse_args()
-    growth(args.rounds) if args.growth else train_steps(args.rounds, args.tokens)
+    growth(args.rounds) if args.growth else train_steps(args.task, args.rounds, args.tokens)
 
 
 if __name__ == "__main__":
